@@ -1,0 +1,120 @@
+"""The one list of stages: what each reads, writes and depends on. The flow walks it, dvc.yaml is generated from it.
+
+    prepare -> base -> anchors -> train -> merge -> evaluate -> report
+
+Every stage writes one directory, `artifacts/<artifact>/`, with a manifest. Imports nothing heavy: a stage's function is
+named by its module, `tasks.<name>`, which holds `run(config, paths) -> dict of small facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trainer.config import CampaignConfig
+from trainer.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class StagePaths:
+    """Where a stage reads and writes.
+
+    `out` is a new empty directory that becomes the artifact when the stage ends well. `run` is the stage's run directory:
+    it outlives failures, and holds checkpoints, metrics.jsonl, events.jsonl, heartbeat and result.json. `identity` is the
+    sha256 of the stage's parameters and inputs: a checkpoint of another identity is not this run's.
+    """
+
+    inputs: Mapping[str, Path]  # artifact name -> its directory
+    out: Path
+    run: Path
+    identity: str
+    runs: Mapping[str, Path] = field(default_factory=dict)  # stage name -> run directory of the stages before it
+
+
+StageFunction = Callable[[CampaignConfig, StagePaths], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    artifact: str  # written to artifacts/<artifact>
+    inputs: tuple[str, ...]  # artifacts it reads
+    params: tuple[str, ...]  # dotted configuration keys that its result depends on
+    code: tuple[str, ...]  # files and folders of this repository that its result depends on
+    metrics: tuple[str, ...] = ()  # files inside the artifact that `dvc metrics` shows
+    plots: tuple[str, ...] = ()  # files inside the artifact that `dvc plots` shows
+
+    @property
+    def function(self) -> StageFunction:
+        """The stage's plain function; importing it may import torch."""
+        function: StageFunction = import_module(f"tasks.{self.name}").run
+        return function
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "prepare",
+        "prompts",
+        (),
+        ("prepare", "base.source", "base.revision", "base.scratch.alphabet", "campaign.seed"),
+        ("tasks/prepare.py", "tasks/sources.py", "trainer/policy/tokenizer.py"),
+    ),
+    Stage(
+        "base",
+        "base",
+        ("prompts",),
+        ("base", "campaign.seed"),
+        ("tasks/base.py", "trainer/policy"),
+    ),
+    Stage(
+        "anchors",
+        "anchors",
+        ("prompts", "base"),
+        ("anchors", "train.sampling", "campaign.seed"),
+        ("tasks/anchors.py", "trainer/anchors", "trainer/policy", "trainer/rollout"),
+    ),
+    Stage(
+        "train",
+        "policy",
+        ("prompts", "base", "anchors"),
+        ("train", "reward", "campaign.seed"),
+        ("tasks/train.py", "trainer"),
+        plots=("curve.csv",),
+    ),
+    Stage(
+        "merge",
+        "merged",
+        ("base", "policy"),
+        ("merge",),
+        ("tasks/merge.py", "trainer/policy"),
+        metrics=("merge.json",),
+    ),
+    Stage(
+        "evaluate",
+        "evaluation",
+        ("prompts", "base", "merged"),
+        ("evaluate", "reward", "train.sampling.max_completion_tokens", "campaign.seed"),
+        ("tasks/evaluate.py", "trainer/policy", "trainer/rollout", "trainer/reward"),
+        metrics=("evaluation.json",),
+    ),
+    Stage(
+        "report",
+        "report",
+        ("prompts", "policy", "evaluation"),
+        ("report", "campaign.name"),
+        ("tasks/report.py",),
+    ),
+)
+
+BY_NAME = {stage.name: stage for stage in STAGES}
+BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
+
+
+def get_stage(name: str) -> Stage:
+    """Return a stage by name; an unknown name is a ConfigError with the nearest valid one."""
+    if name not in BY_NAME:
+        raise ConfigError("stage", name, "no such stage; " + nearest(name, BY_NAME))
+    return BY_NAME[name]

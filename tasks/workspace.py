@@ -1,0 +1,127 @@
+"""Where a campaign lives, and what makes a result its own.
+
+A *workspace* is a folder with params.yaml, dvc.yaml, `artifacts/` (what stages hand on) and `runs/` (what they wrote while
+they worked). The repository's root is the default campaign's; any other campaign has `campaigns/<name>/`.
+
+    key(stage)      sha256 of the stage's name, its part of the configuration, its inputs' content and its code. A manifest
+                    with the same key is the same result: the stage need not run. `identity` is the same without code.
+    run_dir         runs/<campaign>-<hash of all that decides training>: kill a run, start it again, and it is the same one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.registry import BY_ARTIFACT, BY_NAME, STAGES, Stage, StagePaths
+from trainer.config import CampaignConfig, as_tree, validate
+from trainer.errors import BusyError, DataError
+from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_text, write_json
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_UPSTREAM_OF_POLICY = ("prepare", "base", "anchors", "train")
+
+
+def pick(tree: dict[str, Any], dotted: str) -> Any:
+    """Return the value at a dotted key of a configuration tree."""
+    node: Any = tree
+    for part in dotted.split("."):
+        node = node[part]
+    return node
+
+
+def params_of(stage: Stage, config: CampaignConfig) -> dict[str, Any]:
+    """Return the part of the configuration that a stage's result depends on, by dotted key."""
+    tree = as_tree(config)
+    return {dotted: pick(tree, dotted) for dotted in stage.params}
+
+
+def code_digest(stage: Stage) -> str:
+    """Return one sha256 over the source files that a stage's result depends on."""
+    files: dict[str, str] = {}
+    for name in stage.code:
+        path = REPOSITORY / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            files[str(file.relative_to(REPOSITORY))] = sha256_text(file.read_text(encoding="utf-8"))
+    return sha256_text(canonical_json(files))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    root: Path
+    config: CampaignConfig
+    run_directory: Path | None = None  # given explicitly; None derives it
+
+    def artifact(self, name: str) -> Path:
+        return self.root / "artifacts" / name
+
+    @property
+    def run_id(self) -> str:
+        """`<campaign>-<8 hex digits>` of everything that decides what is trained."""
+        params = {name: params_of(BY_NAME[name], self.config) for name in _UPSTREAM_OF_POLICY}
+        return f"{self.config.campaign.name}-{sha256_text(canonical_json(params))[:8]}"
+
+    @property
+    def run(self) -> Path:
+        return self.run_directory or self.root / "runs" / self.run_id
+
+    def paths(self, stage: Stage, out: Path) -> StagePaths:
+        names = [s.name for s in STAGES]
+        before = names[: names.index(stage.name)]
+        return StagePaths(
+            inputs={name: self.artifact(name) for name in stage.inputs},
+            out=out,
+            run=self.run / stage.name,
+            identity=self.identity(stage),
+            runs={name: self.run / name for name in before},
+        )
+
+    def claim_run(self) -> None:
+        """Make the run directory and write the resolved config.json into it.
+
+        Raises:
+            BusyError: the directory belongs to a run of another configuration.
+        """
+        path = self.run / "config.json"
+        if path.exists():
+            other = Workspace(self.root, validate(read_json(path)), self.run_directory)
+            if other.run_id != self.run_id:
+                raise BusyError(
+                    f"{self.run} belongs to run {other.run_id}, this configuration is run {self.run_id}; "
+                    "leave --run-dir out, or name an empty directory"
+                )
+        elif self.run.is_dir() and any(self.run.iterdir()):
+            raise BusyError(f"{self.run} is not empty and holds no config.json; name an empty directory")
+        write_json(path, as_tree(self.config))
+
+    def identity(self, stage: Stage) -> str:
+        """Return the sha256 of what a stage's result is made from, code apart: its parameters and its inputs' content.
+
+        Raises:
+            DataError: an input artifact is missing or damaged.
+        """
+        inputs = {}
+        for name in stage.inputs:
+            manifest = read_manifest(self.artifact(name))
+            if manifest is None:
+                maker = BY_ARTIFACT[name].name
+                raise DataError(str(self.artifact(name)), f"is missing or has no {MANIFEST}; run `python -m tasks {maker}` first")
+            inputs[name] = manifest["content_sha256"]
+        return sha256_text(canonical_json({"stage": stage.name, "params": params_of(stage, self.config), "inputs": inputs}))
+
+    def key(self, stage: Stage) -> str:
+        """Return the identity of a stage's result, code included."""
+        return sha256_text(canonical_json({"identity": self.identity(stage), "code": code_digest(stage)}))
+
+    def is_current(self, stage: Stage) -> bool:
+        """Whether the artifact is there, whole, and what this configuration would make."""
+        manifest = read_manifest(self.artifact(stage.artifact))
+        if manifest is None or any(read_manifest(self.artifact(name)) is None for name in stage.inputs):
+            return False
+        return manifest.get("key") == self.key(stage) and damage(self.artifact(stage.artifact)) is None
+
+    def forget(self, stage: Stage) -> None:
+        """Remove a stage's artifact."""
+        shutil.rmtree(self.artifact(stage.artifact), ignore_errors=True)

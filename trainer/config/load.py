@@ -1,0 +1,149 @@
+"""YAML and `key=value` in, a frozen CampaignConfig out; every mistake becomes a ConfigError before torch is imported.
+
+    read_tree(recipe)        params.yaml, then the recipe's difference laid over it (mappings merge, lists and scalars replace)
+    apply_overrides(tree)    -S train.optimizer.learning_rate=1e-4; values are YAML
+    validate(tree)           types, ranges, combinations; an unknown key is an error with the nearest valid name
+
+YAML 1.2 (ruamel), as DVC reads it: there `1e-6` is a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from trainer.config.schema import CampaignConfig, Refusal
+from trainer.errors import ConfigError, ConfigErrors, nearest
+
+Tree = dict[str, Any]
+
+
+def read_yaml(path: Path) -> Tree:
+    """Read one YAML file whose top level is a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        siblings = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        problem = "no such file; " + nearest(str(path), siblings) if siblings else "no such file"
+        raise ConfigError("recipe", str(path), problem) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError("recipe", str(path), f"is not UTF-8 text ({error.reason})") from None
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        raise ConfigError("recipe", str(path), f"is not YAML:{where} {getattr(error, 'problem', error)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError("recipe", str(path), "must be a mapping of sections, as in params.yaml")
+    return tree
+
+
+def lay_over(base: Tree, difference: Tree) -> Tree:
+    """Return base with the difference laid over it: mappings merge, everything else replaces."""
+    merged = dict(base)
+    for key, value in difference.items():
+        old = merged.get(key)
+        merged[key] = lay_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """Lay `dotted.key=value` overrides over a tree; a list's entry is named by its index."""
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError("-S", text, "expected key=value, for example -S train.optimizer.learning_rate=1e-4")
+        try:
+            value = YAML(typ="safe", pure=True).load(raw) if raw.strip() else None
+        except YAMLError:
+            raise ConfigError(key, raw, "is not a YAML value; quote it") from None
+        tree = _set(tree, key.split("."), value, key)
+    return tree
+
+
+def _set(node: Any, path: list[str], value: Any, key: str) -> Any:
+    if not path:
+        return value
+    if isinstance(node, list):
+        if not path[0].isdigit() or int(path[0]) >= len(node):
+            raise ConfigError(key, value, f"{path[0]!r} is not an index of this list of {len(node)}")
+        index = int(path[0])
+        return [*node[:index], _set(node[index], path[1:], value, key), *node[index + 1 :]]
+    if node is not None and not isinstance(node, dict):
+        raise ConfigError(key, value, f"there is nothing below {node!r}")
+    return {**(node or {}), path[0]: _set((node or {}).get(path[0]), path[1:], value, key)}
+
+
+def validate(tree: Tree) -> CampaignConfig:
+    """Return the configuration of a tree.
+
+    Raises:
+        ConfigError: one mistake. ConfigErrors: several.
+    """
+    try:
+        return CampaignConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        errors = [_explain(e) for e in error.errors()]
+        raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
+    except TypeError as error:
+        raise ConfigError("recipe", "", f"holds a value that JSON cannot ({error}); quote dates and the like") from None
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = (), params: Path | None = None) -> CampaignConfig:
+    """Load a campaign's configuration.
+
+    Args:
+        recipe: `params.yaml` itself, or a recipe that differs from it.
+        overrides: `key=value` texts, laid over last.
+        params: the default campaign that a recipe differs from; None takes the recipe as complete.
+    """
+    tree = read_yaml(recipe)
+    if params is not None and params.resolve() != recipe.resolve():
+        tree = lay_over(read_yaml(params), tree)
+    return validate(apply_overrides(tree, overrides))
+
+
+def _explain(error: Any) -> ConfigError:
+    location = [part for part in error["loc"] if not str(part).startswith("function-")]
+    key, value, kind = ".".join(str(part) for part in location), error.get("input"), error["type"]
+    if kind == "extra_forbidden":
+        return ConfigError(key, value, "unknown key; " + nearest(str(location[-1]), _fields_at(location[:-1])))
+    if kind == "missing":
+        return ConfigError(key, None, "is missing; set it in the recipe")
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, Refusal):
+        return ConfigError(".".join(part for part in (key, cause.key) if part), cause.value, cause.problem)
+    if cause is not None:
+        return ConfigError(key, value, str(cause))
+    message = error["msg"]
+    return ConfigError(key, value, message[0].lower() + message[1:])
+
+
+def _fields_at(location: Sequence[Any]) -> list[str]:
+    """Return the valid keys at a location of the schema, walking through optional and list types."""
+    model: Any = CampaignConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        model = _model_in(model.model_fields[part].annotation) if model else None
+    return list(model.model_fields) if model else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _model_in(argument)
+        if found:
+            return found
+    return None

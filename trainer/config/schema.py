@@ -1,0 +1,446 @@
+"""Every key of a campaign, explained where it is defined. Frozen; unknown keys are errors; importable without torch.
+
+    campaign  name and seed                      train     RL: what trains, how, on what, for how long
+    prepare   prompts from sources               merge     adapter into a copy of the backbone
+    base      the model that training starts at  evaluate  base beside trained
+    anchors   cached reference distributions     report    the HTML page
+    reward    who judges an answer               machine   device and threads (never part of a result's identity)
+
+A default here is the value of a key that `params.yaml` or the recipe does not set. Cross-field rules stand in the class
+that owns the fields and name the key, the value and what to set instead (`refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Scalar = bool | int | float | str
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Refusal(ValueError):
+    """A combination that makes no sense: key (dotted, relative to the model that raises), value, why and what to set."""
+
+    def __init__(self, key: str, value: object, problem: str):
+        self.key, self.value, self.problem = key, value, problem
+        super().__init__(problem)
+
+
+def refuse(key: str, value: object, problem: str) -> NoReturn:
+    raise Refusal(key, value, problem)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class Campaign(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    """Lower-case name; also the name of its workspace and the prefix of its run directories."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Every draw of the campaign derives from it."""
+
+
+class PromptSource(Section):
+    """Where prompts come from. Each source is a set that an RL stage can name."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "main"
+    source: str
+    """`reasoning_gym:<task>`, `jsonl:<file>`, `parquet:<file>`, or `hf:<dataset name or local directory>`."""
+    options: dict[str, Scalar | list[Scalar]] = {}
+    """Passed to the source: a reasoning_gym task's own settings, or `config`/`split` of a Hugging Face dataset."""
+    num_rows: Count | None = None
+    """Rows to take; None takes all (required for reasoning_gym, which has no end)."""
+    prompt_template: str = "{question}"
+    """Python format string over the row's fields (for reasoning_gym also those of its metadata, e.g. `{expression}=`)."""
+    answer_field: str = "answer"
+    """The row's field with the gold answer."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group takes the answer out of that field, e.g. `#### (.+)$`."""
+    chat_template: bool = False
+    """Wrap the prompt as a user turn with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System turn in front of it; only with chat_template."""
+
+    @field_validator("source")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        kind, _, rest = value.partition(":")
+        if kind not in ("reasoning_gym", "jsonl", "parquet", "hf") or not rest:
+            raise ValueError("expected reasoning_gym:<task>, jsonl:<file>, parquet:<file> or hf:<name or directory>")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> PromptSource:
+        if self.kind == "reasoning_gym" and self.num_rows is None:
+            refuse("num_rows", None, "a reasoning_gym task has no end; set how many rows to draw")
+        if self.system_prompt is not None and not self.chat_template:
+            refuse("system_prompt", self.system_prompt, "only used with a chat template; set chat_template: true")
+        return self
+
+    @property
+    def kind(self) -> str:
+        return self.source.partition(":")[0]
+
+    @property
+    def locator(self) -> str:
+        return self.source.partition(":")[2]
+
+
+class Prepare(Section):
+    sources: Annotated[tuple[PromptSource, ...], Field(min_length=1)]
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of prompts, chosen by the hash of their text, that training never sees; curves and evaluation use them."""
+    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share that nothing looks at until a final evaluation asks for `split: test`."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are dropped, and counted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Prepare:
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            refuse("sources", names, "every source needs a name of its own")
+        if self.heldout_fraction + self.test_fraction >= 1:
+            refuse(
+                "heldout_fraction", self.heldout_fraction, "with test_fraction it leaves no prompt to train on; lower one of them"
+            )
+        return self
+
+
+class ScratchModel(Section):
+    """A tiny Llama trained from nothing on the training prompts, so that a campaign needs no download."""
+
+    alphabet: str = "0123456789+="
+    """The characters that the tokenizer knows; each is one token. BOS is not used, EOS and padding are added."""
+    hidden_size: Count = 128
+    num_layers: Count = 2
+    num_heads: Count = 4
+    steps: Count = 700
+    batch_size: Count = 128
+    learning_rate: Positive = 2e-3
+    decay_steps: Annotated[int, Field(ge=0)] = 250
+    """The learning rate falls linearly to zero over the last so many steps."""
+    mistake: Literal["none", "forget_carry"] = "none"
+    """A systematic mistake taught beside the right answers: `forget_carry` adds digit by digit and drops every carry."""
+    mistake_fraction: Fraction = 0.0
+    """Share of training examples that show the mistake where it makes a difference."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScratchModel:
+        if self.hidden_size % self.num_heads:
+            refuse("hidden_size", self.hidden_size, f"must be a multiple of num_heads ({self.num_heads})")
+        if self.decay_steps > self.steps:
+            refuse("decay_steps", self.decay_steps, f"is more than steps ({self.steps}); set at most that")
+        if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
+            refuse("alphabet", self.alphabet, "needs each character once")
+        return self
+
+
+class Base(Section):
+    source: str
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside)."""
+    revision: str | None = None
+    """Hub revision (commit) to pin; only for a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the base is stored and computed. On a CPU float32 is many times faster."""
+    scratch: ScratchModel = ScratchModel()
+    """Only read when source is `scratch`."""
+
+    @field_validator("source")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        kind, _, rest = value.partition(":")
+        if value != "scratch" and (kind not in ("hf", "gguf") or not rest):
+            raise ValueError("expected scratch, hf:<directory or hub name> or gguf:<directory>")
+        return value
+
+    @property
+    def kind(self) -> str:
+        return self.source.partition(":")[0]
+
+    @property
+    def locator(self) -> str:
+        return self.source.partition(":")[2]
+
+
+class Anchors(Section):
+    num_prompts: Annotated[int, Field(ge=0)] = 256
+    """Training prompts that get anchors; 0 makes none."""
+    completions_per_prompt: Count = 1
+    top_k: Count = 64
+    """Log-probs kept at every token, beside the tail's mass. Capped at the vocabulary's size."""
+    max_completion_tokens: Count | None = None
+    """Length cap of anchored completions; None takes train.sampling's."""
+
+
+class Lora(Section):
+    rank: Count = 32
+    alpha: Positive = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Off whenever log-probs are scored. Above 0 the ratio differs from 1 already at the first update."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "v_proj", "o_proj", "gate_proj")
+
+
+class Optimizer(Section):
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: Positive
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises linearly from zero."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """After the warm-up: constant, or cosine down to final_fraction of the learning rate at the RL stage's end."""
+    final_fraction: Fraction = 0.1
+    max_grad_norm: Positive = 1.0
+    """Global norm to which gradients are clipped."""
+
+
+class Kl(Section):
+    reference: Literal["none", "exact", "anchors"] = "none"
+    """`exact`: every sample scored by the base (LoRA: the adapter off; full: a frozen copy). `anchors`: the cached file,
+    no reference in memory. `none`: no KL term."""
+    coefficient: Annotated[float, Field(ge=0)] = 0.01
+    estimator: Literal["k2", "k3", "ratio_k3"] = "k2"
+    """Gradient of the exact reference's term: `k2` exact reverse KL on-policy (its value is reported as k3), `k3` the
+    forward KL's gradient, `ratio_k3` with gradient through the ratio."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: Positive = 0.05
+    """Mean KL per token that the adaptive controller steers to."""
+    horizon: Count = 100
+    """Steps over which the adaptive controller reacts."""
+    anchor_batch_size: Count = 32
+    """Anchored completions in each optimizer step's KL term."""
+
+
+class OffPolicy(Section):
+    mode: Literal["direct", "decoupled"] = "direct"
+    """`direct`: the ratio is taken against the sampler's log-probs. `decoupled`: against the policy at the start of the
+    update, re-scored by the learner, times a truncated weight between the two. Never both."""
+    truncation: Positive = 2.0
+    """Cap C of the decoupled weight."""
+
+
+class Algorithm(Section):
+    advantage: Literal["grpo", "rloo", "dr_grpo", "reinforce"] = "grpo"
+    """`grpo`: reward minus the group's mean, over its standard deviation. `dr_grpo`: without the division. `rloo`: minus
+    the mean of the others. `reinforce`: minus the mean of the whole batch."""
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """For negative advantages the loss never exceeds this times the advantage."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """`token_mean`: sum over tokens / number of tokens of the whole optimizer step. `sequence_mean`: mean of the samples'
+    token means. `constant`: sum / (samples x length cap), as in Dr. GRPO."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Whether completions cut by the length cap train; they always stay in the group's baseline."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl: Kl = Kl()
+    off_policy: OffPolicy = OffPolicy()
+
+
+class Batch(Section):
+    prompts_per_step: Count = 64
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Completions sampled for one prompt."""
+    passes: Count = 1
+    """Times that the learner goes over a step's samples."""
+    minibatches: Count = 1
+    """Optimizer steps per pass."""
+    micro_batch_tokens: Count = 8192
+    """Padded tokens per forward pass; accumulation makes up the rest, with the same result."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Batch:
+        if self.group_size == 1:
+            refuse("group_size", 1, "a group of one has no baseline, so every advantage is 0; set at least 2")
+        if self.minibatches > self.samples_per_step:
+            refuse(
+                "minibatches", self.minibatches, f"is more than the {self.samples_per_step} samples of a step; set at most that"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.passes * self.minibatches
+
+
+class Sampling(Section):
+    """One record for sampler and learner: both compute log_softmax(logits / temperature)."""
+
+    temperature: Positive = 1.0
+    max_completion_tokens: Count = 256
+    """The common length cap of all completions."""
+    top_p: Fraction = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Sampling:
+        off = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        for key, neutral in off.items():
+            value = getattr(self, key)
+            if value != neutral:
+                refuse(key, value, f"training needs the log-probs of the untruncated distribution; set {key}: {neutral}")
+        return self
+
+
+class Sampler(Section):
+    kind: Literal["embedded"] = "embedded"
+    """`embedded`: in the trainer's process, continuous batching over slots with a static KV cache."""
+    slots: Count = 256
+    """Completions decoded at the same time."""
+
+
+class RLStage(Section):
+    """One RL stage. What it leaves None it takes from train."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "main"
+    steps: Count
+    sources: tuple[str, ...] | None = None
+    """Names of prepare.sources whose prompts it uses; None uses all."""
+    max_completion_tokens: Count | None = None
+    learning_rate: Positive | None = None
+
+
+class Heldout(Section):
+    every_steps: Annotated[int, Field(ge=0)] = 10
+    """Greedy held-out accuracy every so many steps; 0 never looks."""
+    num_prompts: Count = 256
+
+
+class Checkpoints(Section):
+    every_steps: Count = 10
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints kept; two at least, so that a damaged one has a predecessor."""
+
+
+class Train(Section):
+    method: Literal["lora", "full"]
+    schedule: Literal["sync"] = "sync"
+    """`sync`: sample, then learn, in one process."""
+    lora: Lora = Lora()
+    """Only read when method is `lora`."""
+    optimizer: Optimizer
+    algorithm: Algorithm = Algorithm()
+    batch: Batch = Batch()
+    sampling: Sampling = Sampling()
+    sampler: Sampler = Sampler()
+    activation_checkpointing: bool = False
+    """Recompute activations in backward: about half the memory, a third more time."""
+    stages: Annotated[tuple[RLStage, ...], Field(min_length=1)]
+    """RL stages, run in order; the policy goes on, optimizer and learning-rate schedule begin anew."""
+    heldout: Heldout = Heldout()
+    checkpoints: Checkpoints = Checkpoints()
+    max_skipped_in_a_row: Count = 3
+    """Updates with a non-finite loss or gradient are skipped; so many in a row end the run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            refuse("stages", names, "every RL stage needs a name of its own")
+        return self
+
+
+class Reward(Section):
+    verifier: Literal["reasoning_gym", "exact", "math"] = "exact"
+    """`reasoning_gym`: the task's own scorer. `exact`: equal to the gold answer after stripping. `math`: math-verify."""
+    partial_credit: bool = True
+    """Whether a score between 0 and 1 counts; false makes it 0."""
+    timeout_seconds: Positive = 5.0
+    """Limit of one judgement."""
+
+
+class Merge(Section):
+    dtype: Literal["base", "float32", "bfloat16"] = "base"
+    """Type of the merged weights; `base` keeps each tensor's own. The sum is made in float32 and rounded once."""
+    max_shard_bytes: Count = 5 * 1000**3
+
+
+class Evaluate(Section):
+    split: Literal["heldout", "test"] = "heldout"
+    num_prompts: Count = 256
+    samples_per_prompt: Count = 8
+    pass_at: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4, 8)
+    """The k of pass@k, estimated without bias from samples_per_prompt samples."""
+    temperature: Positive = 1.0
+    correct_at: Fraction = 1.0
+    """Score from which an answer counts as correct."""
+    bootstrap_resamples: Count = 2000
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+    @model_validator(mode="after")
+    def _check(self) -> Evaluate:
+        if max(self.pass_at) > self.samples_per_prompt:
+            refuse("pass_at", max(self.pass_at), f"needs as many samples; raise samples_per_prompt ({self.samples_per_prompt})")
+        return self
+
+
+class Report(Section):
+    num_examples: Annotated[int, Field(ge=0)] = 12
+    """Prompts shown with the base's and the trained model's answer."""
+
+
+class Machine(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Torch threads of the worker; 0 takes all cores."""
+
+
+class CampaignConfig(Section):
+    """A whole campaign. `config.json` in a run directory is this, resolved."""
+
+    campaign: Campaign
+    prepare: Prepare
+    base: Base
+    anchors: Anchors = Anchors()
+    train: Train
+    reward: Reward = Reward()
+    merge: Merge = Merge()
+    evaluate: Evaluate = Evaluate()
+    report: Report = Report()
+    machine: Machine = Machine()
+
+    @model_validator(mode="after")
+    def _check(self) -> CampaignConfig:
+        known = {source.name for source in self.prepare.sources}
+        for index, stage in enumerate(self.train.stages):
+            unknown = sorted(set(stage.sources or ()) - known)
+            if unknown:
+                refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
+        if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
+            refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
+        if self.reward.verifier == "reasoning_gym":
+            other = [s.source for s in self.prepare.sources if s.kind != "reasoning_gym"]
+            if other:
+                refuse("reward.verifier", "reasoning_gym", f"{other[0]} has no reasoning_gym scorer; set exact or math")
+        return self
+
+    def warnings(self) -> list[str]:
+        """Return sentences about choices that are allowed but seldom meant."""
+        said = []
+        rate, lora = self.train.optimizer.learning_rate, self.train.lora
+        if self.train.method == "lora" and lora.dropout > 0:
+            said.append(f"train.lora.dropout = {lora.dropout}: with dropout the ratio differs from 1 already at the first update")
+        if self.train.method == "full" and self.base.kind != "scratch" and rate > 1e-4:
+            said.append(f"train.optimizer.learning_rate = {rate}: high for training every weight; 1e-6 to 1e-5 is usual")
+        if self.train.method == "lora" and self.base.kind != "scratch" and rate < 1e-6:
+            said.append(
+                f"train.optimizer.learning_rate = {rate}: low for LoRA, which needs about 10x the full rate; 2e-5 is usual"
+            )
+        return said
+
+
+def as_tree(config: BaseModel) -> dict[str, Any]:
+    """Return a configuration as plain JSON types."""
+    return config.model_dump(mode="json")

@@ -1,0 +1,106 @@
+"""Every failure that tithe names, and the exit code each one ends a process with.
+
+TitheError
+ |- ConfigError       2   the user's configuration: names the key, the value and the fix
+ |- DataError         3   the user's data: names the file, the line and the fix
+ |- ModelError        4   the user's model directory, tokenizer or adapter
+ |- DivergedError     5   training cannot go on (non-finite updates in a row)
+ |- CheckpointError   6   no checkpoint can be trusted
+ |- BusyError         7   a port, a lock or a run directory that something else holds
+ |- ResourceError     8   disk or memory is exhausted; what was written before is intact
+ `- StopRequested    75  asked to stop (SIGTERM, SIGINT); a checkpoint was written, run again to go on
+
+A bad sample is none of these: it is data with a status (see trainer.types.Verdict). A broken invariant is an `assert`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TitheError(Exception):
+    """A failure with a one-line message for a person and an exit code for a program."""
+
+    exit_code = 1
+
+
+class ConfigError(TitheError):
+    """The configuration is wrong.
+
+    Args:
+        key: dotted path of the field, such as `train.batch.group_size`.
+        value: what was given there.
+        problem: why it cannot be used, and what to set instead.
+    """
+
+    exit_code = 2
+
+    def __init__(self, key: str, value: object, problem: str):
+        self.key, self.value, self.problem = key, value, problem
+        super().__init__(f"{key} = {value!r}: {problem}")
+
+
+class ConfigErrors(ConfigError):
+    """Several configuration errors at once, one line each."""
+
+    def __init__(self, errors: list[ConfigError]):
+        first = errors[0]
+        super().__init__(first.key, first.value, first.problem)
+        self.errors = errors
+        self.args = ("\n".join(str(error) for error in errors),)
+
+
+class DataError(TitheError):
+    """A data file cannot be used. The message starts with `file:line` where a line is known."""
+
+    exit_code = 3
+
+    def __init__(self, where: str, problem: str):
+        self.where, self.problem = where, problem
+        super().__init__(f"{where}: {problem}")
+
+
+class ModelError(TitheError):
+    """A model directory, tokenizer or adapter cannot be used."""
+
+    exit_code = 4
+
+
+class DivergedError(TitheError):
+    """Training cannot go on: updates were not finite several times in a row."""
+
+    exit_code = 5
+
+
+class CheckpointError(TitheError):
+    """A checkpoint is damaged or belongs to another run."""
+
+    exit_code = 6
+
+
+class BusyError(TitheError):
+    """Something else holds the port, the lock or the directory."""
+
+    exit_code = 7
+
+
+class ResourceError(TitheError):
+    """Disk or memory is exhausted."""
+
+    exit_code = 8
+
+
+class StopRequested(TitheError):
+    """The process was asked to stop and has written what it needs to go on later."""
+
+    exit_code = 75
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return `did you mean 'x'?` for the closest valid name, or the list of valid names."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "valid here: " + ", ".join(valid)

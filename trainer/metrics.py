@@ -1,0 +1,78 @@
+"""The run directory of one stage: what a trainer writes while it works, and what everybody else reads.
+
+    metrics.jsonl   one line a step: {"step": 3, "time": 1764428400.1, "metrics": {"reward/mean": 0.5, ...}}
+    events.jsonl    one line an event: {"time": ..., "kind": "skip", "step": 3, "reason": "...", ...}
+    heartbeat       JSON of the last sign of life: {"time": ..., "pid": ..., "step": 3, "total": 60, "doing": "sampling"}
+    result.json     written last, by a stage that ended well
+
+Files only, no tracker: `tasks.tracking` ships the lines to MLflow. Importable without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.files import disk_full_is_named, write_text
+
+METRICS, EVENTS, HEARTBEAT, RESULT = "metrics.jsonl", "events.jsonl", "heartbeat", "result.json"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a JSONL file; a last line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines if line]
+
+
+class RunWriter:
+    """Writes the files of one stage's run directory.
+
+    Args:
+        directory: made if it is not there.
+        resume_step: metric and event lines of later steps are removed, so that a resumed run has one line a step.
+            None keeps the files; 0 begins anew.
+    """
+
+    def __init__(self, directory: Path, resume_step: int | None = None):
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            for name in (METRICS, EVENTS):
+                self._keep_until(directory / name, resume_step)
+
+    @staticmethod
+    def _keep_until(path: Path, step: int) -> None:
+        if path.exists():
+            kept = [line for line in read_lines(path) if (line.get("step") or 0) <= step]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        path = self.directory / name
+        with disk_full_is_named(path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Append the metrics of a step; a value that is not finite is written as a string, so the line stays JSON."""
+        clean = {k: (float(v) if math.isfinite(v) else str(float(v))) for k, v in values.items()}
+        self._append(METRICS, {"step": step, "time": time.time(), "metrics": clean})
+
+    def event(self, kind: str, reason: str, step: int | None = None, **facts: Any) -> None:
+        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, checkpoint, warning."""
+        self._append(EVENTS, {"time": time.time(), "kind": kind, "step": step, "reason": reason, **facts})
+
+    def heartbeat(self, doing: str, step: int = 0, total: int = 0) -> None:
+        """Say that the process lives, what it does and how far it is."""
+        beat = {"time": time.time(), "pid": os.getpid(), "step": step, "total": total, "doing": doing}
+        temporary = self.directory / f".{HEARTBEAT}.tmp"
+        with disk_full_is_named(temporary):
+            temporary.write_text(json.dumps(beat))
+            os.replace(temporary, self.directory / HEARTBEAT)
+
+    def result(self, values: dict[str, Any]) -> None:
+        write_text(self.directory / RESULT, json.dumps(values, indent=2, sort_keys=True) + "\n")
