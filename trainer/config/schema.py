@@ -120,10 +120,12 @@ class ScratchModel(Section):
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4
-    steps: Count = 700
+    intermediate_size: Count = 256
+    steps: Count = 600
     batch_size: Count = 128
     learning_rate: Positive = 2e-3
-    decay_steps: Annotated[int, Field(ge=0)] = 250
+    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
     mistake: Literal["none", "forget_carry"] = "none"
     """A systematic mistake taught beside the right answers: `forget_carry` adds digit by digit and drops every carry."""
