@@ -44,7 +44,10 @@ class RunWriter:
         directory.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             for name in (METRICS, EVENTS):
-                self._keep_until(directory / name, resume_step)
+                if resume_step == 0:
+                    (directory / name).unlink(missing_ok=True)
+                else:
+                    self._keep_until(directory / name, resume_step)
 
     @staticmethod
     def _keep_until(path: Path, step: int) -> None:
