@@ -157,5 +157,8 @@ def _from_tree(tree: dict[str, Any]) -> Hardware:
 def _floats(tree: Any) -> Any:
     """YAML writes 80e9 as a float or an int; counts stay whole."""
     if isinstance(tree, Mapping):
-        return {key: (int(value) if key in ("devices", "cores") and value is not None else _floats(value)) for key, value in tree.items()}
+        return {
+            key: (int(value) if key in ("devices", "cores") and value is not None else _floats(value))
+            for key, value in tree.items()
+        }
     return tree

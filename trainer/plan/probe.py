@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from trainer.plan.hardware import Hardware, library
 from trainer.config.load import validate_as
+from trainer.plan.hardware import Hardware, library
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -81,8 +81,14 @@ def disk_rate(directory: Path, size: int = 64 * 2**20) -> float:
 
 def copy_rate(size: int = 64 * 2**20) -> float:
     """Return bytes per second of one memory copy."""
-    source = bytearray(size)
-    return best_rate(size, lambda: bytes(source))
+    source, target = bytearray(size), bytearray(size)
+    view = memoryview(target)
+
+    def copy() -> None:
+        view[:] = source
+
+    copy()
+    return best_rate(size, copy)
 
 
 def _cpu() -> dict[str, Any]:
@@ -115,7 +121,7 @@ def _gpu() -> dict[str, Any] | None:
 
     def product() -> None:
         for _ in range(4):
-            left @ left  # noqa: B018
+            left @ left
         torch.cuda.synchronize()
 
     product()
@@ -143,7 +149,11 @@ def _gpu() -> dict[str, Any] | None:
 def _library_device(name: str, memory_bytes: float) -> dict[str, Any]:
     """Return the library's figures for a GPU by the words of its name and the nearest memory size."""
     words = set(re.findall(r"[a-z]*\d+[a-z]*", name.lower()))
-    fits = {key: tree for key, tree in library()[0].items() if words & set(re.findall(r"[a-z]*\d+[a-z]*", key.split("-")[0] + "-" + key))}
+    fits = {
+        key: tree
+        for key, tree in library()[0].items()
+        if words & set(re.findall(r"[a-z]*\d+[a-z]*", key.split("-")[0] + "-" + key))
+    }
     fits = {key: tree for key, tree in fits.items() if abs(tree["memory_bytes"] - memory_bytes) < 0.15 * memory_bytes}
     return dict(next(iter(fits.values()))) if fits else {}
 
