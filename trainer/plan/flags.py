@@ -5,6 +5,8 @@ Where published figures and arithmetic disagree, the plan sides with arithmetic 
 
 from __future__ import annotations
 
+from math import ceil
+
 from trainer.plan.memory import sync_kind
 from trainer.plan.plan import Plan, size
 
@@ -94,7 +96,7 @@ def _state(plan: Plan) -> list[str]:
         return []
     parts = ", ".join(f"{name} {size(value)}" for name, value in state.items() if train.method == "full" or name != "weights")
     own = total - (state.get("weights", 0.0) if train.method == "lora" else 0.0)
-    alone = -(-own // plan.request.hardware.device.memory_bytes)
+    alone = ceil(own / plan.request.hardware.device.memory_bytes - 1e-6)
     said = f"model state: {own / trained:.3g} B a parameter that trains, {size(own)} ({parts})"
     if train.method == "full":
         said += f"; it alone fills {alone:,.0f} devices of {size(plan.request.hardware.device.memory_bytes)}"
