@@ -37,7 +37,7 @@ def refuse(key: str, value: object, problem: str) -> NoReturn:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Campaign(Section):
