@@ -91,11 +91,11 @@ def read_adapter(directory: Path) -> Adapter:
         factors.setdefault(module, {})[side] = tensor.float()
         if match["embedded"]:
             embeddings.add(module)
-    changes = {
-        module: _change(directory, config, module, pair, module in embeddings) for module, pair in sorted(factors.items())
-    }
-    copies = {name.replace(".base_layer.", "."): tensor for name, tensor in others.items() if ".base_layer." in name}
-    return Adapter(directory, changes, {n: t for n, t in others.items() if ".base_layer." not in n}, copies)
+    changes = {module: _change(directory, config, module, pair, module in embeddings) for module, pair in sorted(factors.items())}
+    # A wrapped layer's weight is frozen and only kept along; its bias, where it is saved, was trained.
+    copies = {name for name in others if name.endswith(".base_layer.weight")}
+    replacements = {name.replace(".base_layer.", "."): tensor for name, tensor in others.items() if name not in copies}
+    return Adapter(directory, changes, replacements, {name.replace(".base_layer.", "."): others[name] for name in copies})
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

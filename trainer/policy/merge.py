@@ -238,7 +238,9 @@ def _plan_adapter(adapter: Adapter, base: WeightReader) -> tuple[list[_Output], 
     for name, copy in copies.items():
         original = base.read(source_of.get(name, name))
         if copy.shape != original.shape or not torch.equal(copy.to(original.dtype), original):
-            raise ModelError(f"{adapter.directory}: carries another {name} than {base.directory}; it was trained from another base")
+            raise ModelError(
+                f"{adapter.directory}: carries another {name} than {base.directory}; it was trained from another base"
+            )
     outputs = [
         _Output(
             name,

@@ -104,7 +104,9 @@ class WeightReader:
     def dtype(self, name: str) -> torch.dtype:
         code = self._open(self._file_of[name]).get_slice(name).get_dtype()
         if code not in _TYPES:
-            raise ModelError(f"{self.directory / self._file_of[name]}: {name} has type {code}; give a model that is not quantised")
+            raise ModelError(
+                f"{self.directory / self._file_of[name]}: {name} has type {code}; give a model that is not quantised"
+            )
         return _TYPES[code]
 
 
