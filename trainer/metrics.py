@@ -43,7 +43,10 @@ class RunWriter:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         for path in (directory / METRICS, directory / EVENTS):
-            if path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"\n")):
+            if resume_step == 0:
+                path.unlink(missing_ok=True)
+            elif path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"
+")):
                 self._keep_until(path, resume_step)
 
     @staticmethod
