@@ -57,12 +57,16 @@ CHARTS: tuple[Chart, ...] = (
         (0.0, 1.0),
     ),
     Chart("Divergence from the base", "Mean KL per token.", {"kl/mean": "KL"}, (0.0, None)),
-    Chart("Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy/mean": "entropy"}, (0.0, None)),
+    Chart(
+        "Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy/mean": "entropy"}, (0.0, None)
+    ),
     Chart("Completion length", "Tokens.", {"length/mean": "mean", "length/max": "longest"}, (0.0, None)),
     Chart("Gradient norm", "Before clipping.", {"grad/norm": "norm"}, (0.0, None)),
     Chart("Learning rate", "", {"optimizer/learning_rate": "learning rate"}, (0.0, None)),
     Chart("Throughput", "Samples per second.", {"throughput/samples_per_second": "sampled and learned"}, (0.0, None)),
-    Chart("Signal", "Share of groups whose rewards all agree: they teach nothing.", {"reward/zero_variance": "share"}, (0.0, 1.0)),
+    Chart(
+        "Signal", "Share of groups whose rewards all agree: they teach nothing.", {"reward/zero_variance": "share"}, (0.0, 1.0)
+    ),
 )
 
 
@@ -344,7 +348,12 @@ def git_commit(repository: Path) -> str | None:
 
 def _git(repository: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True, timeout=10, stdin=subprocess.DEVNULL
+        ["git", "-C", str(repository), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+        stdin=subprocess.DEVNULL,
     )
     return done.stdout.strip()
 

@@ -45,8 +45,7 @@ class RunWriter:
         for path in (directory / METRICS, directory / EVENTS):
             if resume_step == 0:
                 path.unlink(missing_ok=True)
-            elif path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"
-")):
+            elif path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"\n")):
                 self._keep_until(path, resume_step)
 
     @staticmethod
