@@ -174,7 +174,8 @@ class ScratchModel(Section):
 
 class Base(Section):
     source: str
-    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside)."""
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside). A directory may be given as
+    `package:<name>`: that of an installed Python package which ships the model."""
     revision: str | None = None
     """Hub revision (commit) to pin; only for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
