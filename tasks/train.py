@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.anchors.store import load_anchors
 from transformers import PreTrainedModel
 
 from tasks.command import main
@@ -85,6 +84,8 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
+        from trainer.anchors.store import load_anchors
+
         store = load_anchors(paths.inputs["anchors"])
         anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
     return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)

@@ -52,7 +52,7 @@ class StepStats:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A batch with everything that is fixed before the first optimizer step of a step."""
 
     batch: Batch
@@ -110,7 +110,7 @@ class Learner:
             DivergedError: too many optimizer steps in a row were skipped.
         """
         tally = Tally()
-        prepared = self._prepare(make_batch(groups), tally)
+        prepared = self.prepare(make_batch(groups), tally)
         version_before, tried_before = self.version, self.tried
         torch.manual_seed(derive_seed(self.seed, "update", step))
         with self.policy.updating():
@@ -128,7 +128,7 @@ class Learner:
 
     # -- once a step ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: Batch, tally: Tally) -> _Prepared:
+    def prepare(self, batch: Batch, tally: Tally) -> Prepared:
         """Make advantages, and score old policy and reference where the algorithm asks for them."""
         advantage_N = advantages(batch.rewards_N, batch.group_N, self.algorithm.advantage)
         trains_N = ~batch.truncated_N if self.algorithm.truncated == "mask" else torch.ones_like(batch.truncated_N)
@@ -158,7 +158,7 @@ class Learner:
         if self.reference is not None:
             with self.reference.active():
                 reference_T = self._score(batch, active, self.reference.scorer)
-        return _Prepared(batch, advantage_N.float().to(self.policy.device), trains_N, active_N, old_T, weight_T, reference_T)
+        return Prepared(batch, advantage_N.float().to(self.policy.device), trains_N, active_N, old_T, weight_T, reference_T)
 
     @torch.no_grad()
     def _score(self, batch: Batch, samples_M: torch.Tensor, scorer: TokenScorer) -> torch.Tensor:
@@ -174,20 +174,10 @@ class Learner:
 
     # -- once an optimizer step -------------------------------------------------------------------------------------
 
-    def _update(self, prepared: _Prepared, samples_M: torch.Tensor, tally: Tally, step: int, first: bool) -> None:
-        """Accumulate the gradient of some samples and apply it, unless it is not finite."""
-        batch, kind = prepared.batch, self.algorithm.aggregation
-        trains_M = samples_M[prepared.trains_N[samples_M]]
-        num_tokens = int(batch.length_N[trains_M].sum())
-        divisor = denominator(kind, num_tokens, len(trains_M), self.length_cap)
-        self.optimizer.zero_grad()
-        part_tally, loss = Tally(), torch.zeros((), device=self.policy.device)
-        for micro in self._micro_batches(batch, samples_M[prepared.active_N[samples_M]]):
-            part = self._loss(prepared, micro, divisor, part_tally, first)
-            part.backward()
-            loss += part.detach()
-        if self.anchors is not None:
-            loss += self.anchors.backward(self.scorer, self.tried_before + self.tried, self.kl.coefficient, part_tally)
+    def _update(self, prepared: Prepared, samples_M: torch.Tensor, tally: Tally, step: int, first: bool) -> None:
+        """Apply the gradient of some samples, unless it is not finite."""
+        part_tally = Tally()
+        loss = self.accumulate(prepared, samples_M, part_tally, first)
         rate = learning_rate(self.tried, self.total, self.train.optimizer, self.peak)
         norm = self.optimizer.grad_norm()
         finite = bool(torch.isfinite(norm + loss))
@@ -204,7 +194,30 @@ class Learner:
         tally.peak("grad/norm_max", norm)
         tally.set("lr", torch.tensor(rate, dtype=torch.float64))
 
-    def _loss(self, prepared: _Prepared, micro: MicroBatch, divisor: int, tally: Tally, first: bool) -> torch.Tensor:
+    def accumulate(self, prepared: Prepared, samples_M: torch.Tensor, tally: Tally, first: bool = False) -> torch.Tensor:
+        """Leave the gradient of one optimizer step in the weights' .grad, and return its loss.
+
+        Args:
+            prepared: from `prepare`.
+            samples_M: the samples of the optimizer step [M].
+            tally: takes the metrics.
+            first: whether no optimizer step of this step came before, so that learner and sampler should agree.
+        """
+        batch, kind = prepared.batch, self.algorithm.aggregation
+        trains_M = samples_M[prepared.trains_N[samples_M]]
+        num_tokens = int(batch.length_N[trains_M].sum())
+        divisor = denominator(kind, num_tokens, len(trains_M), self.length_cap)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.policy.device)
+        for micro in self._micro_batches(batch, samples_M[prepared.active_N[samples_M]]):
+            part = self._loss(prepared, micro, divisor, tally, first)
+            part.backward()
+            loss += part.detach()
+        if self.anchors is not None:
+            loss += self.anchors.backward(self.scorer, self.tried_before + self.tried, self.kl.coefficient, tally)
+        return loss
+
+    def _loss(self, prepared: Prepared, micro: MicroBatch, divisor: int, tally: Tally, first: bool) -> torch.Tensor:
         """Return a micro-batch's share of the loss of its optimizer step."""
         algorithm, kl = self.algorithm, self.algorithm.kl
         batch, token_T = prepared.batch, micro.token_T
@@ -250,8 +263,8 @@ class Learner:
         self.event("skip", f"not finite: {culprit}; no weight was changed", step=step, version=self.version, tensor=bad or "loss")
         if self.skipped_in_a_row >= self.train.max_skipped_in_a_row:
             raise DivergedError(
-                f"step {step}: {self.skipped_in_a_row} optimizer steps in a row were not finite ({culprit}); they changed no weight. "
-                "Lower train.optimizer.learning_rate or raise train.algorithm.kl.coefficient"
+                f"step {step}: {self.skipped_in_a_row} optimizer steps in a row were not finite ({culprit}); "
+                "they changed no weight. Lower train.optimizer.learning_rate or raise train.algorithm.kl.coefficient"
             )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ Legend: B sequences, S positions, D hidden, T completion tokens, K token ids loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from trainer.policy.forward import head_at
 
 CHUNK_ELEMENTS = 2**25
 
@@ -84,7 +84,8 @@ class TokenScorer:
             entropy: whether to compute the entropy too.
         """
         if not self.head_is_last:
-            with self._head_sees_only(where_T):
+            width = input_ids_BS.shape[1]
+            with head_at(self.model, where_T // width, where_T % width):
                 logits_TV = self.model(input_ids=input_ids_BS, use_cache=False).logits[0]
             return score_logits(logits_TV, ids_TK, self.temperature, entropy)
         hidden_BSD = self.decoder(input_ids=input_ids_BS, use_cache=False).last_hidden_state
@@ -105,14 +106,3 @@ class TokenScorer:
 
     def _chunk(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, entropy: bool) -> TokenScores:
         return score_logits(self.head(hidden_TD), ids_TK, self.temperature, entropy)
-
-    @contextmanager
-    def _head_sees_only(self, where_T: torch.Tensor) -> Iterator[None]:
-        def select(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (inputs[0].flatten(0, 1).index_select(0, where_T).unsqueeze(0), *inputs[1:])
-
-        handle = self.head.register_forward_pre_hook(select)
-        try:
-            yield
-        finally:
-            handle.remove()

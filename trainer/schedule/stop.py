@@ -37,7 +37,9 @@ def deferred_stop() -> Iterator[StopWish]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if wish and number == signal.SIGINT:
-            raise StopRequested("stopped at once by a second SIGINT; the last checkpoint stands, run the same command again to go on")
+            raise StopRequested(
+                "stopped at once by a second SIGINT; run the same command again to go on from the last checkpoint"
+            )
         wish.signal_name = signal.Signals(number).name
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -175,7 +175,8 @@ class SyncSchedule:
         self.crew.learner.load_state(found.parts, found.facts["learner"])
         self.crew.sampler.load_policy(self.crew.learner.version)
         self.saved_step = found.step
-        self.writer.event("resume", f"from the checkpoint of step {found.step}", step=found.step, version=self.crew.learner.version)
+        version = self.crew.learner.version
+        self.writer.event("resume", f"from the checkpoint of step {found.step}", step=found.step, version=version)
         return found.step
 
     def _checkpoint(self, step: int) -> None:
