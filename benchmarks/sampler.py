@@ -91,9 +91,7 @@ def build_requests(workload: Workload, vocab_size: int) -> list[Request]:
     for prompt in range(workload.num_prompts):
         length = draw.randint(max(1, workload.max_prompt_tokens // 12), workload.max_prompt_tokens)
         ids = tuple(draw.randrange(vocab_size // 2, vocab_size) for _ in range(length))
-        requests += [
-            Request(str(prompt), ids, derive_seed(0, prompt, sample), sample) for sample in range(workload.group_size)
-        ]
+        requests += [Request(str(prompt), ids, derive_seed(0, prompt, sample), sample) for sample in range(workload.group_size)]
     return requests
 
 
