@@ -37,7 +37,7 @@ def refuse(key: str, value: object, problem: str) -> NoReturn:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Campaign(Section):
@@ -174,7 +174,8 @@ class ScratchModel(Section):
 
 class Base(Section):
     source: str
-    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside)."""
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside). A directory may be given as
+    `package:<name>`: that of an installed Python package which ships the model."""
     revision: str | None = None
     """Hub revision (commit) to pin; only for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
