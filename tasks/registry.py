@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tasks.sources import prompt_files
 from trainer.config import CampaignConfig
 from trainer.errors import ConfigError, nearest
 
@@ -46,6 +47,7 @@ class Stage:
     code: tuple[str, ...]  # files and folders of this repository that its result depends on
     metrics: tuple[str, ...] = ()  # files inside the artifact that `dvc metrics` shows
     plots: tuple[str, ...] = ()  # files inside the artifact that `dvc plots` shows
+    external: Callable[[CampaignConfig], list[Path]] | None = None  # files of the user's own that it reads
 
     @property
     def function(self) -> StageFunction:
@@ -60,7 +62,8 @@ STAGES: tuple[Stage, ...] = (
         "prompts",
         (),
         ("prepare", "base.source", "base.revision", "base.scratch.alphabet", "campaign.seed"),
-        ("tasks/prepare.py", "tasks/sources.py", "trainer/policy/tokenizer.py"),
+        ("tasks/prepare.py", "tasks/sources.py", "trainer/prompts.py", "trainer/policy/tokenizer.py"),
+        external=prompt_files,
     ),
     Stage(
         "base",

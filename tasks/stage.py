@@ -68,12 +68,12 @@ def run_stage(workspace: Workspace, stage: Stage, force: bool = False) -> dict[s
             assert manifest is not None
             return manifest
         key = workspace.key(stage)
+        inputs = {name: (read_manifest(workspace.artifact(name)) or {})["content_sha256"] for name in stage.inputs}
         with new_directory(target) as out:
             paths = workspace.paths(stage, out)
             paths.run.mkdir(parents=True, exist_ok=True)
             facts = stage.function(workspace.config, paths)
-            manifest = write_manifest(
-                out, {"stage": stage.name, "key": key, "params": params_of(stage, workspace.config), **facts}
-            )
+            made_from = {"key": key, "params": params_of(stage, workspace.config), "inputs": inputs}
+            manifest = write_manifest(out, {"stage": stage.name, **made_from, **facts})
         RunWriter(workspace.run / stage.name).result({"key": key, **facts})
         return manifest

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tasks.registry import BY_ARTIFACT, BY_NAME, STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.errors import BusyError, DataError
-from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_text, write_json
+from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_file, sha256_text, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _UPSTREAM_OF_POLICY = ("prepare", "base", "anchors", "train")
@@ -46,6 +47,17 @@ def code_digest(stage: Stage) -> str:
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             files[str(file.relative_to(REPOSITORY))] = sha256_text(file.read_text(encoding="utf-8"))
     return sha256_text(canonical_json(files))
+
+
+def file_digest(path: Path) -> str:
+    """Return a file's sha256; asked again for the same file, it is not read again."""
+    status = path.stat()
+    return _file_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(path: Path, size_bytes: int, changed_ns: int) -> str:
+    return sha256_file(path)
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,10 @@ class Workspace:
                 maker = BY_ARTIFACT[name].name
                 raise DataError(str(self.artifact(name)), f"is missing or has no {MANIFEST}; run `python -m tasks {maker}` first")
             inputs[name] = manifest["content_sha256"]
-        return sha256_text(canonical_json({"stage": stage.name, "params": params_of(stage, self.config), "inputs": inputs}))
+        made_from = {"stage": stage.name, "params": params_of(stage, self.config), "inputs": inputs}
+        if stage.external is not None:
+            made_from["external"] = [file_digest(path) for path in stage.external(self.config)]
+        return sha256_text(canonical_json(made_from))
 
     def key(self, stage: Stage) -> str:
         """Return the identity of a stage's result, code included."""

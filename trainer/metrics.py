@@ -36,21 +36,22 @@ class RunWriter:
     Args:
         directory: made if it is not there.
         resume_step: metric and event lines of later steps are removed, so that a resumed run has one line a step.
-            None keeps the files; 0 begins anew.
+            None keeps the files; 0 begins anew. A last line cut off by a crash is removed in any case.
     """
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            for name in (METRICS, EVENTS):
-                self._keep_until(directory / name, resume_step)
+        for path in (directory / METRICS, directory / EVENTS):
+            if resume_step == 0:
+                path.unlink(missing_ok=True)
+            elif path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"\n")):
+                self._keep_until(path, resume_step)
 
     @staticmethod
-    def _keep_until(path: Path, step: int) -> None:
-        if path.exists():
-            kept = [line for line in read_lines(path) if (line.get("step") or 0) <= step]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    def _keep_until(path: Path, step: int | None) -> None:
+        kept = [line for line in read_lines(path) if step is None or (line.get("step") or 0) <= step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         path = self.directory / name

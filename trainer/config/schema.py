@@ -12,6 +12,8 @@ that owns the fields and name the key, the value and what to set instead (`refus
 
 from __future__ import annotations
 
+import re
+from string import Formatter
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -35,7 +37,7 @@ def refuse(key: str, value: object, problem: str) -> NoReturn:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Campaign(Section):
@@ -52,13 +54,17 @@ class PromptSource(Section):
     source: str
     """`reasoning_gym:<task>`, `jsonl:<file>`, `parquet:<file>`, or `hf:<dataset name or local directory>`."""
     options: dict[str, Scalar | list[Scalar]] = {}
-    """Passed to the source: a reasoning_gym task's own settings, or `config`/`split` of a Hugging Face dataset."""
+    """Passed to the source: a reasoning_gym task's own settings, or `config`, `split` (default
+    `train`) and `revision` of a Hugging Face dataset."""
     num_rows: Count | None = None
     """Rows to take; None takes all (required for reasoning_gym, which has no end)."""
     prompt_template: str = "{question}"
-    """Python format string over the row's fields (for reasoning_gym also those of its metadata, e.g. `{expression}=`)."""
+    """Python format string over the row's fields (for reasoning_gym also those of its metadata, e.g. `{expression}=`).
+    Nested fields as `{prompt[0][content]}`; a brace of the text itself is doubled."""
+    remove_whitespace: bool = False
+    """Take every space, tab and newline out of the finished prompt: for tokenizers that have no space, such as `scratch`."""
     answer_field: str = "answer"
-    """The row's field with the gold answer."""
+    """The row's field with the gold answer; a dot reaches into a nested one, e.g. `reward_model.ground_truth`."""
     answer_pattern: str | None = None
     """Regular expression whose first group takes the answer out of that field, e.g. `#### (.+)$`."""
     chat_template: bool = False
@@ -72,6 +78,29 @@ class PromptSource(Section):
         kind, _, rest = value.partition(":")
         if kind not in ("reasoning_gym", "jsonl", "parquet", "hf") or not rest:
             raise ValueError("expected reasoning_gym:<task>, jsonl:<file>, parquet:<file> or hf:<name or directory>")
+        return value
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(value) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"is no format string ({error}); double the braces that are text") from None
+        if not names or not all(re.match(r"[^\W\d]", name) for name in names):
+            raise ValueError("needs a field of the row by its name, for example {question}; double the braces that are text")
+        return value
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_pattern(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                groups = re.compile(value).groups
+            except re.error as error:
+                raise ValueError(f"is no regular expression ({error})") from None
+            if groups == 0:
+                raise ValueError("has no group; put what is the answer in parentheses, for example #### (.+)$")
         return value
 
     @model_validator(mode="after")
@@ -120,10 +149,12 @@ class ScratchModel(Section):
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4
-    steps: Count = 700
+    intermediate_size: Count = 256
+    steps: Count = 600
     batch_size: Count = 128
     learning_rate: Positive = 2e-3
-    decay_steps: Annotated[int, Field(ge=0)] = 250
+    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
     mistake: Literal["none", "forget_carry"] = "none"
     """A systematic mistake taught beside the right answers: `forget_carry` adds digit by digit and drops every carry."""
@@ -143,7 +174,8 @@ class ScratchModel(Section):
 
 class Base(Section):
     source: str
-    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside)."""
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside). A directory may be given as
+    `package:<name>`: that of an installed Python package which ships the model."""
     revision: str | None = None
     """Hub revision (commit) to pin; only for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"

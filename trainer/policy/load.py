@@ -1,0 +1,83 @@
+"""A model directory in, a transformers model out, or a ModelError that says what is wrong with the directory.
+
+Nothing is initialised at random behind the user's back: a tensor that the model needs and the files lack is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device of `machine.device`; `auto` takes CUDA where there is one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("machine.device = 'cuda': torch sees no CUDA device here; set machine.device: cpu or auto")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **options: Any) -> PreTrainedModel:
+    """Load a causal language model with all its weights.
+
+    Args:
+        directory: Hugging Face model directory (or one with a .gguf file, then `gguf_file=` is needed).
+        dtype: `float32` or `bfloat16`.
+        device: `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ModelError: no config, no weights, or weights that do not fill the model.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    if "gguf_file" not in options and not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: has no config.json, so it is no Hugging Face model directory")
+    if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        raise ModelError(f"{directory}: has no weights (*.safetensors); the model cannot be loaded")
+    disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True, **options
+        )
+        model, info = loaded
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{directory}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        raise ModelError(f"{directory}: its weights lack or misshape {len(missing)} tensors, first {missing[0]}")
+    on_device: PreTrainedModel = model.to(pick_device(device)).eval()
+    return on_device
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for."""
+    embedding: Any = model.get_input_embeddings()
+    rows, highest = embedding.weight.shape[0], max(tokenizer.get_vocab().values())
+    if highest >= rows:
+        raise ModelError(
+            f"{directory}: the tokenizer has ids up to {highest}, the model embeds {rows} tokens; "
+            "this is another model's tokenizer"
+        )
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every token that ends a completion: the tokenizer's EOS and those of the generation config."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None}))
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write model and tokenizer so that plain transformers loads them."""
+    disable_progress_bar()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
