@@ -58,7 +58,9 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     write_json(paths.out / "merge.json", facts)
     kept = {key: facts[key] for key in ("cosine", "norm_ratio", "relative_change")}
     writer.metrics(0, {f"merge/{key}": value for key, value in kept.items()})
-    if facts["cosine"] < _ENOUGH:
+    if facts["num_changed"] == 0 or facts["relative_change"] == 0:
+        writer.event("warning", "the policy is the base: no update reached its weights; see the train stage's rewards", **kept)
+    elif facts["cosine"] < _ENOUGH:
         fix = "set merge.dtype: float32, or serve the adapter beside the base"
         writer.event("warning", f"rounding lost much of the update (cosine {facts['cosine']:.3f}); {fix}", **kept)
     return {key: value for key, value in facts.items() if key != "tensors"}

@@ -74,6 +74,13 @@ def test_warns_when_rounding_loses_the_update(campaign: Campaign, base: Path, st
     assert "set merge.dtype: float32" in json.loads(line)["reason"]
 
 
+def test_warns_when_the_policy_is_the_base(campaign: Campaign, base: Path, stage_paths: Paths, tmp_path: Path) -> None:
+    paths = stage_paths("merged", base=base, policy=make_policy(base, tmp_path / "policy", 0.0))
+    run(campaign({}), paths)
+    [line] = (paths.run / "events.jsonl").read_text().splitlines()
+    assert "no update reached its weights" in json.loads(line)["reason"]
+
+
 def test_policy_trained_from_another_base(campaign: Campaign, base: Path, stage_paths: Paths, tmp_path: Path) -> None:
     policy = make_policy(base, tmp_path / "policy", 0.1, trained_from="f" * 64)
     with pytest.raises(

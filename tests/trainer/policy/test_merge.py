@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from trainer.errors import ModelError
+from trainer.errors import ModelError, ResourceError
 from trainer.files import list_files, sha256_file
 from trainer.policy.load import load_model
 from trainer.policy.merge import MergeReport, combine, merge
-from trainer.policy.weights import INDEX, PlannedTensor, plan_shards
+from trainer.policy.weights import INDEX, PlannedTensor, plan_shards, write_shards
 
 IDS = torch.arange(2, 18).view(2, 8)
 _SIZES: dict[str, Any] = {
@@ -338,3 +339,17 @@ def test_full_policy_of_another_model(tmp_path: Path) -> None:
     base, policy = build("llama", tmp_path / "base"), build("gpt2", tmp_path / "policy")
     with pytest.raises(ModelError, match=r"policy: has transformer\..*trained from another base"):
         merged(base, policy, tmp_path / "out")
+
+
+def test_full_disk_is_named(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk here")
+    try:
+        with pytest.raises(
+            ResourceError, match=r"small/model\.safetensors: no space left on the disk; nothing written before is lost"
+        ):
+            write_shards(small, [PlannedTensor("a", 40000, lambda: torch.zeros(10000))], 10**9)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
