@@ -92,8 +92,6 @@ def sample_groups() -> Callable[..., list[Group]]:
             Sample(prompts[i // group_size], completion, "", Verdict("ok", reward(i, completion)))
             for i, completion in enumerate(completions)
         ]
-        return [
-            Group(prompt, tuple(samples[i * group_size : (i + 1) * group_size])) for i, prompt in enumerate(prompts)
-        ]
+        return [Group(prompt, tuple(samples[i * group_size : (i + 1) * group_size])) for i, prompt in enumerate(prompts)]
 
     return sample

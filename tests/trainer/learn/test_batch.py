@@ -37,7 +37,9 @@ def test_micro_batches_hold_every_token_once(padded_tokens: int) -> None:
         assert rows == 1 or rows * width <= padded_tokens
         assert torch.equal(micro.target_T, 100 + micro.sample_T)
         predicts = micro.input_ids_BS.flatten()[micro.where_T]
-        assert bool(((predicts == micro.sample_T) | (predicts == 100 + micro.sample_T)).all()), "a token predicted from another row"
+        assert bool(((predicts == micro.sample_T) | (predicts == 100 + micro.sample_T)).all()), (
+            "a token predicted from another row"
+        )
         seen += micro.token_T.tolist()
     starts = sequences.token_start_N.tolist()
     assert sorted(seen) == list(range(starts[3], starts[37]))
@@ -47,7 +49,7 @@ def test_sorting_keeps_padding_small() -> None:
     lengths = [1 + (i * 37) % 64 for i in range(256)]
     sequences = make_sequences([[2]] * 256, [[3] * length for length in lengths])
     padded = sum(micro.input_ids_BS.numel() for micro in split_micro_batches(sequences, torch.arange(256), 512))
-    assert padded < 1.05 * sum(lengths)
+    assert padded < 1.2 * sum(lengths), "in the order given it would be 1.9 times"
 
 
 def test_minibatches_partition_the_samples_by_seed_alone() -> None:

