@@ -88,7 +88,11 @@ def pipeline(workspace: Workspace) -> dict[str, Any]:
         }
     tree: dict[str, Any] = {"stages": stages}
     metrics = [f"artifacts/{stage.artifact}/{name}" for stage in workspace.stages for name in stage.metrics]
-    plots = [{f"artifacts/{stage.artifact}/{name}": {"x": "step"}} for stage in workspace.stages for name in stage.plots]
+    plots = [
+        {f"artifacts/{stage.artifact}/{name}": {"x": "step", "y": list(columns)}}
+        for stage in workspace.stages
+        for name, columns in stage.plots
+    ]
     return {**tree, **({"metrics": metrics} if metrics else {}), **({"plots": plots} if plots else {})}
 
 

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import torch
-from trainer.prompts import read_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.command import main
@@ -23,6 +22,7 @@ from trainer.metrics import RunWriter
 from trainer.policy.load import DTYPES, check_vocabulary, load_model, save_model
 from trainer.policy.scratch import train_scratch
 from trainer.policy.tokenizer import build_tokenizer, find_gguf, resolve_directory, tokenizer_hash
+from trainer.prompts import read_prompts
 
 
 def from_scratch(config: CampaignConfig, tokenizer: PreTrainedTokenizerBase, paths: StagePaths) -> Any:

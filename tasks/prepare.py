@@ -75,6 +75,11 @@ def look_up(fields: dict[str, Any], name: str) -> Any:
     return node
 
 
+def top_field(name: str) -> str:
+    """Return the row's field that a template's field starts at: `prompt` of `prompt[0][content]`."""
+    return re.split(r"[.\[]", name)[0]
+
+
 def render(source: PromptSource, row: Row) -> str:
     """Return the row's prompt text, before any chat template.
 
@@ -82,8 +87,8 @@ def render(source: PromptSource, row: Row) -> str:
         RowProblem: a field is missing or null, or the text is empty.
     """
     for _, name, _, _ in Formatter().parse(source.prompt_template):
-        if name and row.fields.get(re.split(r"[.\[]", name)[0]) is None:
-            raise RowProblem(f"has no field {re.split(r'[.[]', name)[0]!r}, which prompt_template needs")
+        if name and row.fields.get(top_field(name)) is None:
+            raise RowProblem(f"has nothing in field {top_field(name)!r}, which prompt_template needs")
     try:
         text = source.prompt_template.format_map(row.fields)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
@@ -215,8 +220,7 @@ def read_source(source: PromptSource, key: str, seed: int, encoder: PromptEncode
 def _check_fields(source: PromptSource, key: str, row: Row) -> None:
     """Say that a field is missing from the configuration's point of view: no row has it."""
     has = f"the rows have no such field; they have {sorted(row.fields)}"
-    names = [re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(source.prompt_template) if name]
-    for name in names:
+    for name in [top_field(name) for _, name, _, _ in Formatter().parse(source.prompt_template) if name]:
         if name not in row.fields:
             raise ConfigError(f"{key}.prompt_template", source.prompt_template, f"{name!r}: {has}")
     if not row.scorer and look_up(row.fields, source.answer_field) is _NO_TEXT:

@@ -46,7 +46,7 @@ class Stage:
     params: tuple[str, ...]  # dotted configuration keys that its result depends on
     code: tuple[str, ...]  # files and folders of this repository that its result depends on
     metrics: tuple[str, ...] = ()  # files inside the artifact that `dvc metrics` shows
-    plots: tuple[str, ...] = ()  # files inside the artifact that `dvc plots` shows
+    plots: tuple[tuple[str, tuple[str, ...]], ...] = ()  # CSV files inside it and their columns that `dvc plots` shows
     external: Callable[[CampaignConfig], list[Path]] | None = None  # files of the user's own that it reads
     upload: Literal["", "stage", "campaign"] = ""  # MLflow run that gets the artifact's small files; big ones are references
     module: str = ""  # module that holds `run`; empty is tasks.<name>
@@ -87,7 +87,7 @@ STAGES: tuple[Stage, ...] = (
         ("prompts", "base", "anchors"),
         ("train", "reward", "campaign.seed"),
         ("tasks/train.py", "trainer"),
-        plots=("curve.csv",),
+        plots=(("curve.csv", ("reward_mean", "heldout_accuracy", "kl_mean")),),
         upload="stage",
     ),
     Stage(

@@ -97,8 +97,8 @@ def _jsonl(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{source.locator}:{number}"
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not text.strip():
+            text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
+            if not text:
                 continue
             try:
                 record = json.loads(text)

@@ -71,11 +71,12 @@ def run_stage(
 
 def _make(workspace: Workspace, stage: Stage, target: Path) -> dict[str, Any]:
     key = workspace.key(stage)
-    run = workspace.run / stage.name
+    inputs = {name: (read_manifest(workspace.artifact(name)) or {})["content_sha256"] for name in stage.inputs}
     with new_directory(target) as out:
         facts = stage.function(workspace.config, workspace.paths(stage, out))
-        manifest = write_manifest(out, {"stage": stage.name, "key": key, "params": params_of(stage, workspace.config), **facts})
-    RunWriter(run).result({"key": key, **facts})
+        made_from = {"key": key, "params": params_of(stage, workspace.config), "inputs": inputs}
+        manifest = write_manifest(out, {"stage": stage.name, **made_from, **facts})
+    RunWriter(workspace.run / stage.name).result({"key": key, **facts})
     return manifest
 
 

@@ -36,24 +36,22 @@ class RunWriter:
     Args:
         directory: made if it is not there.
         resume_step: metric and event lines of later steps are removed, so that a resumed run has one line a step.
-            None keeps the files; 0 begins anew.
+            None keeps the files; 0 begins anew. A last line cut off by a crash is removed in any case.
     """
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            for name in (METRICS, EVENTS):
-                if resume_step == 0:
-                    (directory / name).unlink(missing_ok=True)
-                else:
-                    self._keep_until(directory / name, resume_step)
+        for path in (directory / METRICS, directory / EVENTS):
+            if resume_step == 0:
+                path.unlink(missing_ok=True)
+            elif path.exists() and (resume_step is not None or path.read_bytes()[-1:] not in (b"", b"\n")):
+                self._keep_until(path, resume_step)
 
     @staticmethod
-    def _keep_until(path: Path, step: int) -> None:
-        if path.exists():
-            kept = [line for line in read_lines(path) if (line.get("step") or 0) <= step]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    def _keep_until(path: Path, step: int | None) -> None:
+        kept = [line for line in read_lines(path) if step is None or (line.get("step") or 0) <= step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         path = self.directory / name
@@ -65,8 +63,16 @@ class RunWriter:
         clean = {k: (float(v) if math.isfinite(v) else str(float(v))) for k, v in values.items()}
         self._append(METRICS, {"step": step, "time": time.time(), "metrics": clean})
 
+    def sync(self) -> None:
+        """Put the lines written so far on the disk, so that a checkpoint never knows of a step whose line is lost."""
+        for name in (METRICS, EVENTS):
+            path = self.directory / name
+            if path.exists():
+                with disk_full_is_named(path), open(path, "ab") as file:
+                    os.fsync(file.fileno())
+
     def event(self, kind: str, reason: str, step: int | None = None, **facts: Any) -> None:
-        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, checkpoint, warning."""
+        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, stop, warning."""
         self._append(EVENTS, {"time": time.time(), "kind": kind, "step": step, "reason": reason, **facts})
 
     def heartbeat(self, doing: str, step: int = 0, total: int = 0) -> None:

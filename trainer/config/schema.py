@@ -37,7 +37,7 @@ def refuse(key: str, value: object, problem: str) -> NoReturn:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Campaign(Section):
@@ -174,7 +174,8 @@ class ScratchModel(Section):
 
 class Base(Section):
     source: str
-    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside)."""
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside). A directory may be given as
+    `package:<name>`: that of an installed Python package which ships the model."""
     revision: str | None = None
     """Hub revision (commit) to pin; only for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -428,6 +429,19 @@ class Machine(Section):
     """Torch threads of the worker; 0 takes all cores."""
 
 
+class Limits(Section):
+    """When the platform steps in. Never part of a result's identity."""
+
+    stage_hours: Positive = 168
+    """A stage that takes longer is stopped, and the campaign with it."""
+    silence_seconds: Positive = 900
+    """A stage whose last heartbeat is older is stopped and started again."""
+    grace_seconds: Positive = 60
+    """Time for a checkpoint between the request to stop and the kill."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Further attempts after what can heal: a crash, a kill, silence. A mistake in configuration or data is never tried again."""
+
+
 class CampaignConfig(Section):
     """A whole campaign. `config.json` in a run directory is this, resolved."""
 
@@ -441,6 +455,7 @@ class CampaignConfig(Section):
     evaluate: Evaluate = Evaluate()
     report: Report = Report()
     machine: Machine = Machine()
+    limits: Limits = Limits()
 
     @model_validator(mode="after")
     def _check(self) -> CampaignConfig:

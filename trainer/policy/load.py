@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from trainer.errors import ModelError
 
@@ -41,12 +43,13 @@ def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **o
         raise ModelError(f"{directory}: has no config.json, so it is no Hugging Face model directory")
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise ModelError(f"{directory}: has no weights (*.safetensors); the model cannot be loaded")
+    disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True, **options
         )
         model, info = loaded
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded ({str(error).splitlines()[0]})") from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
@@ -75,5 +78,6 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write model and tokenizer so that plain transformers loads them."""
+    disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

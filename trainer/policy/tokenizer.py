@@ -8,6 +8,7 @@ tokenizer_hash(tokenizer)      equal for equal vocabularies, special tokens, cha
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,18 @@ def find_gguf(directory: Path) -> Path:
     return files[0]
 
 
+def package_directory(name: str) -> Path:
+    """Return the folder of an installed Python package, without importing it."""
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"base.source: no Python package {name!r} is installed here; install it, or give a directory")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def resolve_directory(base: Base) -> Path:
     """Return the local directory of an `hf:` or `gguf:` base; a hub name is fetched, or found in the hub's local cache."""
+    if base.locator.startswith("package:"):
+        return package_directory(base.locator.removeprefix("package:"))
     path = Path(base.locator).expanduser()
     if path.is_dir():
         return path

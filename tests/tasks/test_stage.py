@@ -1,0 +1,178 @@
+"""A stage runs once, alone, and leaves either a whole artifact or the old one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import command
+from tasks.registry import StagePaths, get_stage
+from tasks.stage import run_stage, stage_lock, stop_on_signals
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.config import CampaignConfig, load_config
+from trainer.errors import BusyError, DataError, DivergedError, StopRequested
+from trainer.files import read_json, read_manifest
+
+PARAMS = REPOSITORY / "params.yaml"
+PREPARE, BASE = get_stage("prepare"), get_stage("base")
+
+
+class Toy:
+    """Stands in for a stage's function: writes one file and remembers how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failure: BaseException | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
+            self.calls.append(name)
+            (paths.out / "data").write_text(f"{name} {len(self.calls)}", encoding="utf-8")
+            (paths.run / "log").write_text("x", encoding="utf-8")
+            if self.failure:
+                raise self.failure
+            return {"rows": len(self.calls)}
+
+        module = types.ModuleType(f"tasks.{name}")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    toy = Toy()
+    toy.install(monkeypatch, "prepare")
+    toy.install(monkeypatch, "base")
+    return toy
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    old = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+def place(root: Path, *overrides: str) -> Workspace:
+    return Workspace(root, load_config(PARAMS, overrides))
+
+
+def text(workspace: Workspace, artifact: str) -> str:
+    return (workspace.artifact(artifact) / "data").read_text(encoding="utf-8")
+
+
+def test_a_stage_leaves_an_artifact_a_result_and_the_resolved_configuration(tmp_path: Path, toy: Toy) -> None:
+    workspace = place(tmp_path)
+    prompts, base = run_stage(workspace, PREPARE), run_stage(workspace, BASE)
+    assert toy.calls == ["prepare", "base"]
+    assert base == read_manifest(workspace.artifact("base"))
+    assert base["rows"] == 2
+    assert base["inputs"] == {"prompts": prompts["content_sha256"]}
+    assert base["params"]["campaign.seed"] == 0
+    assert read_json(workspace.run / "base" / "result.json") == {"key": base["key"], "rows": 2}
+    assert read_json(workspace.run / "config.json")["campaign"]["name"] == "quickstart"
+
+
+def test_a_current_artifact_is_left_alone(tmp_path: Path, toy: Toy) -> None:
+    first = run_stage(place(tmp_path), PREPARE)
+    assert run_stage(place(tmp_path, "machine.threads=1"), PREPARE) == first
+    assert toy.calls == ["prepare"]
+    run_stage(place(tmp_path), PREPARE, force=True)
+    run_stage(place(tmp_path, "prepare.max_prompt_tokens=9"), PREPARE)
+    assert toy.calls == ["prepare"] * 3
+
+
+def test_a_damaged_artifact_is_made_again(tmp_path: Path, toy: Toy) -> None:
+    workspace = place(tmp_path)
+    run_stage(workspace, PREPARE)
+    (workspace.artifact("prompts") / "data").write_text("prepare 7", encoding="utf-8")
+    run_stage(workspace, PREPARE)
+    assert text(workspace, "prompts") == "prepare 2"
+
+
+def test_a_missing_or_damaged_input_is_refused_before_the_stage_runs(tmp_path: Path, toy: Toy) -> None:
+    workspace = place(tmp_path)
+    with pytest.raises(DataError, match="prompts has no readable manifest"):
+        run_stage(workspace, BASE)
+    run_stage(workspace, PREPARE)
+    (workspace.artifact("prompts") / "data").write_text("prepare 7", encoding="utf-8")
+    with pytest.raises(DataError, match="does not match its sha256"):
+        run_stage(workspace, BASE)
+    assert toy.calls == ["prepare"]
+
+
+@pytest.mark.parametrize("failure", [DivergedError("nan"), StopRequested("stop"), ZeroDivisionError()])
+def test_a_stage_that_fails_leaves_the_old_artifact_and_its_run_directory(
+    tmp_path: Path, toy: Toy, failure: BaseException
+) -> None:
+    workspace = place(tmp_path)
+    run_stage(workspace, PREPARE)
+    toy.failure = failure
+    with pytest.raises(type(failure)):
+        run_stage(workspace, PREPARE, force=True)
+    assert text(workspace, "prompts") == "prepare 1"
+    assert workspace.is_current(PREPARE)
+    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["prompts"]
+    assert (workspace.run / "prepare" / "log").exists()
+
+
+def test_only_one_process_makes_an_artifact(tmp_path: Path, toy: Toy) -> None:
+    workspace = place(tmp_path)
+    script = f"""
+import sys
+from pathlib import Path
+from tasks.registry import get_stage
+from tasks.stage import stage_lock
+from tasks.workspace import Workspace
+from trainer.config import load_config
+with stage_lock(Workspace(Path({str(tmp_path)!r}), load_config(Path({str(PARAMS)!r}))), get_stage("prepare")):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(BusyError, match=f"pid {holder.pid}"):
+                run_stage(workspace, PREPARE)
+            with stage_lock(workspace, BASE):  # another stage is free
+                pass
+        finally:
+            holder.kill()
+    run_stage(workspace, PREPARE)  # the lock died with its holder
+    assert toy.calls == ["prepare"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_becomes_a_request_to_stop(handlers: None, number: signal.Signals) -> None:
+    stop_on_signals()
+    with pytest.raises(StopRequested, match=f"{number.name}.*run the same command again"):
+        signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("failure", "code"), [(None, 0), (DivergedError("lost"), 5), (StopRequested("later"), 75)])
+def test_the_exit_code_says_what_happened(
+    tmp_path: Path, toy: Toy, handlers: None, capsys: pytest.CaptureFixture[str], failure: BaseException | None, code: int
+) -> None:
+    toy.failure = failure
+    assert command.main(["prepare", "--workspace", str(tmp_path), "--config", str(PARAMS), "--no-tracking"]) == code
+    said = capsys.readouterr()
+    if failure is None:
+        assert said.out == f"prepare: {tmp_path / 'artifacts' / 'prompts'}\n"
+    else:
+        assert said.err == f"error: {failure}\n"
+
+
+def test_an_unknown_stage_is_a_mistake_of_the_user(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["prepair", "--config", str(PARAMS)]) == 2
+    assert "did you mean 'prepare'?" in capsys.readouterr().err
