@@ -61,12 +61,13 @@ def started_ticks(pid: int) -> int | None:
 
 
 @contextmanager
-def hold(path: Path, what: str) -> Iterator[None]:
+def hold(path: Path, what: str, fix: str = "wait for it or stop it") -> Iterator[None]:
     """Hold a lock file.
 
     Args:
         path: the lock file; it stays, only the lock on it matters.
         what: what is busy when somebody else holds it, as the start of a sentence.
+        fix: what a person can do then.
 
     Raises:
         BusyError: somebody else holds it.
@@ -77,7 +78,7 @@ def hold(path: Path, what: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise BusyError(f"{what} (pid {file.read().strip()}); wait for it or stop it") from None
+            raise BusyError(f"{what} (pid {file.read().strip()}); {fix}") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

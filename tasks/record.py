@@ -94,6 +94,14 @@ def finish(directory: Path, status: Status, **changes: Any) -> Record:
     return write_record(directory, replace(record, status=status, ended=time.time(), **changes))
 
 
+def add_tags(directory: Path, tags: Mapping[str, str]) -> None:
+    """Add tags to a record."""
+    record = read_record(directory)
+    assert record is not None, f"{directory} has no {RECORD}"
+    if {**record.tags, **tags} != record.tags:
+        write_record(directory, replace(record, tags={**record.tags, **tags}))
+
+
 def truth(directory: Path) -> Record | None:
     """Return the record; one that says RUNNING although its process is gone is first corrected to KILLED."""
     record = read_record(directory)
