@@ -210,13 +210,27 @@ def trl_adapter(config: CampaignConfig) -> Any:
 
 
 def direct_judge(config: CampaignConfig) -> Callable[[str, str, dict[str, Any]], float]:
-    """Return (answer, gold, scorer data) -> score by a call in this process: the cheapest way to judge."""
-    from trainer.reward import judges
+    """Return (answer, gold, scorer data) -> score by a call in this process: the cheapest way to judge.
 
+    Raises:
+        ConfigError: the campaign's verifier is none that can be called so.
+    """
     if config.reward.verifier == "exact":
-        return lambda answer, gold, scorer: float(judges.exact(gold, answer)[1])
-    judge = getattr(judges, f"make_{config.reward.verifier}")(config.reward.partial_credit)
-    return lambda answer, gold, scorer: float(judge(("", gold, scorer, answer))[1])
+        return lambda answer, gold, scorer: float(answer.strip() == gold.strip())
+    if config.reward.verifier != "reasoning_gym":
+        raise ConfigError("reward.verifier", config.reward.verifier, "the comparison knows exact and reasoning_gym")
+    from reasoning_gym import get_score_answer_fn
+
+    scorers: dict[str, Any] = {}
+
+    def judge(answer: str, gold: str, scorer: dict[str, Any]) -> float:
+        task = scorer["task"]
+        if task not in scorers:
+            scorers[task] = get_score_answer_fn(task)
+        score = float(scorers[task](answer.strip(), scorer["entry"]))
+        return score if score >= 1.0 or config.reward.partial_credit else 0.0
+
+    return judge
 
 
 # --- the parent: starts, weighs and judges ----------------------------------------------------------------------------
