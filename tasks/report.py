@@ -368,7 +368,7 @@ def add_provenance(page: Page, paths: StagePaths) -> None:
     page.provenance += [("python", sys.version.split()[0]), *_versions(PACKAGES)]
     overrides = [f"-S {shlex.quote(f'{key}={value}')}" for key, _, value in page.differences]
     checkout = [f"git checkout {commit.split(' ')[0]}"] if commit else []
-    page.commands = [*checkout, "make setup", " ".join([".venv/bin/tithe run params.yaml", *overrides])]
+    page.commands = [*checkout, "make setup", " ".join([".venv/bin/tithe run", *overrides])]
 
 
 def git_commit(repository: Path) -> str | None:

@@ -107,7 +107,7 @@ def test_the_page_tells_the_whole_campaign(paths: StagePaths) -> None:
     assert order == sorted(order)
     assert reader.text.index("45+67=") < reader.text.index("11+22=")  # what changed comes first
     assert "train.optimizer.learning_rate" in reader.text
-    assert "tithe run params.yaml -S train.optimizer.learning_rate=0.0003" in reader.text
+    assert "tithe run -S train.optimizer.learning_rate=0.0003" in reader.text
     for digest in ("a" * 64, "b" * 64, "c" * 64):
         assert digest in reader.text
     assert html.count("<figure") == 2  # reward and gradient norm; KL had no finite value
