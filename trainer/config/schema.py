@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from string import Formatter
-import re
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -388,16 +387,6 @@ class Train(Section):
         return self
 
 
-class Preflight(Section):
-    """Scoring a sample of the base's completions before training (`tithe preflight`)."""
-
-    num_prompts: Annotated[int, Field(ge=0)] = 32
-    """Training prompts looked at, each with a group of completions; 0 skips the pre-flight of the train stage."""
-    stop: bool = True
-    """Whether a reward that cannot teach (no group with any difference in it, or one that judges the same answer differently)
-    stops the training."""
-
-
 VerifierName = Literal[
     "exact", "math", "reasoning_gym", "code", "regex", "format", "length", "python", "http", "reward_model", "mix"
 ]
@@ -551,7 +540,6 @@ class Reward(Judge):
     """Reward of an answer that a gate refuses."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes per verifier that judge at the same time; 0 takes one per core."""
-    preflight: Preflight = Preflight()
 
     @model_validator(mode="after")
     def _check_parts(self) -> Reward:
@@ -568,6 +556,16 @@ class Reward(Judge):
     def judges(self) -> tuple[Judge, ...]:
         """Every verifier at work: the parts of a mix, or this one."""
         return self.parts or (self,)
+
+
+class Preflight(Section):
+    """Scoring a sample of the base's completions before training (`tithe preflight`)."""
+
+    num_prompts: Annotated[int, Field(ge=0)] = 32
+    """Training prompts looked at, each with a group of completions; 0 skips the look before training."""
+    stop: bool = True
+    """Whether a reward that cannot teach (no difference within any group, or another verdict for the same answer) stops the
+    training before its first step."""
 
 
 class Merge(Section):
@@ -615,6 +613,7 @@ class CampaignConfig(Section):
     anchors: Anchors = Anchors()
     train: Train
     reward: Reward = Reward()
+    preflight: Preflight = Preflight()
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
     report: Report = Report()

@@ -30,11 +30,12 @@ BOX_JOINT = re.compile(r"^[\s$,;.*]*(?:\\text\{)?\s*(?:and|or|,|;)?\s*\}?[\s$*\\
 DOLLARS = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NUMBER_IN_PROSE = re.compile(r"(?<![\w.])[-+]?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:\s*/\s*\d+)?%?(?<=[\d%])(?![\w])")
 
-UNITS = (
-    "dollar cent euro pound yen rupee peso hour minute second day week month year meter metre centimeter centimetre millimeter "
-    "kilometer kilometre inch foot feet yard mile gram kilogram ounce ton liter litre milliliter gallon degree radian unit "
-    "point percent time people person student child children apple book mph kmh km cm mm kg mg ml lb lbs oz ft m g l h s min hr sec"
-).split()
+SAME_UNIT = {
+    "feet": "foot", "ft": "foot", "inches": "inch", "in": "inch", "children": "child", "people": "person", "lbs": "pound",
+    "lb": "pound", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "kg": "kilogram", "g": "gram",
+    "mg": "milligram", "ml": "milliliter", "l": "liter", "hr": "hour", "hrs": "hour", "h": "hour", "min": "minute",
+    "mins": "minute", "sec": "second", "s": "second", "metre": "meter", "metres": "meter", "percentage": "percent",
+}  # fmt: skip
 UNIT_WORD = re.compile(
     r"(?:\s*(?:\\text|\\mathrm|\\mbox|\\textrm)\s*\{\s*([^{}]*?)\s*\}(\^\{?\d\}?)?"
     r"|\s+([A-Za-z]+(?:[ /][A-Za-z]+){0,3})(\^\{?\d\}?)?|(?<=\d)\s*(km|cm|mm|kg|mg|ml|mph|m|g)(\^\{?\d\}?)?)\.?$"
@@ -42,7 +43,9 @@ UNIT_WORD = re.compile(
 DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*$")
 THOUSANDS = re.compile(r"^([-+]?)(\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\s){1,2}\d{3})+)(\.\d+)?$")
 DECIMAL = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)$")
-SCIENTIFIC = re.compile(r"^([-+]?(?:\d+\.?\d*|\.\d+))(?:\s*(?:\\times|\\cdot|×|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?|[eE]([-+]?\d{1,3}))$")
+SCIENTIFIC = re.compile(
+    r"^([-+]?(?:\d+\.?\d*|\.\d+))(?:\s*(?:\\times|\\cdot|×|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?|[eE]([-+]?\d{1,3}))$"
+)
 POWER_OF_TEN = re.compile(r"^10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?$")
 SLASH = re.compile(r"^([-+]?)\s*\(?([-+]?[\d.]+)\)?\s*/\s*\(?([-+]?[\d.]+)\)?$")
 LATEX_FRACTION = re.compile(r"^([-+]?)\s*(\d*)\s*\\frac\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))$")
@@ -217,7 +220,7 @@ def split_unit(text: str) -> tuple[str, str]:
         return text, ""
     word = next((match.group(i) for i in (1, 3, 5) if match.group(i)), "").lower().strip()
     power = next((match.group(i) for i in (2, 4, 6) if match.group(i)), "")
-    singular = word if word in UNITS else word.removesuffix("s")
+    singular = SAME_UNIT.get(word) or SAME_UNIT.get(word.removesuffix("s")) or word.removesuffix("s")
     return text[: match.start()].strip(), singular + power.strip("^{}")
 
 
@@ -245,7 +248,11 @@ class Collection:
 def to_collection(text: str) -> Collection | None:
     """Return a list, set, tuple or interval, or None; the thousands of `1,200` are no list."""
     text = re.sub(r"\\(?:lbrace|\{)", "{", re.sub(r"\\(?:rbrace|\})", "}", normalise(text)))
-    text = re.sub(r"\\pm\s*([\d.]+|\\sqrt\s*\{[^{}]*\}|\\frac\{[^{}]*\}\{[^{}]*\})", r"\1, -\1", text) if text.startswith(r"\pm") else text
+    text = (
+        re.sub(r"\\pm\s*([\d.]+|\\sqrt\s*\{[^{}]*\}|\\frac\{[^{}]*\}\{[^{}]*\})", r"\1, -\1", text)
+        if text.startswith(r"\pm")
+        else text
+    )
     opening, closing = text[:1], text[-1:]
     if opening in "([{" and closing in ")]}" and len(text) > 1 and _matches(text):
         return Collection(opening, closing, tuple(_split(text[1:-1]))) if opening != "(" or "," in text or ";" in text else None
@@ -281,9 +288,8 @@ def same_collection(gold: Collection, answer: Collection, same: Callable[[str, s
         if answer.opening != "{":
             return False
         return _covers(gold.items, answer.items, same) and _covers(answer.items, gold.items, lambda a, g: same(g, a))
-    return (
-        (gold.opening, gold.closing, len(gold.items)) == (answer.opening, answer.closing, len(answer.items))
-        and all(same(g, a) for g, a in zip(gold.items, answer.items, strict=True))
+    return (gold.opening, gold.closing, len(gold.items)) == (answer.opening, answer.closing, len(answer.items)) and all(
+        same(g, a) for g, a in zip(gold.items, answer.items, strict=True)
     )
 
 
@@ -330,7 +336,14 @@ def _formula(text: str, number: Number | None) -> str:
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _single(gold_many: Collection | None, answer_many: Collection | None, gold: str, answer: str, symbolic: Callable[[str, str], bool], depth: int) -> bool:
+def _single(
+    gold_many: Collection | None,
+    answer_many: Collection | None,
+    gold: str,
+    answer: str,
+    symbolic: Callable[[str, str], bool],
+    depth: int,
+) -> bool:
     """Whether a set of one is the one, `{5}` and `5`; an interval against an inequality goes to the symbolic comparison."""
     if gold_many and gold_many.opening == "{" and len(gold_many.items) == 1:
         return same_answer(gold_many.items[0], answer, symbolic, depth + 1)

@@ -133,9 +133,9 @@ def run_program(stream: socket.socket, job: dict[str, Any]) -> None:
     os.dup2(stream.fileno(), 1)
     os.dup2(null, 2)
     stream.close()
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), encoding="utf-8", errors="replace")
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "rb")), encoding="utf-8", errors="surrogateescape")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "wb")), encoding="utf-8", errors="surrogateescape")
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "wb")), encoding="utf-8", errors="replace")
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
     status = 0
