@@ -4,7 +4,8 @@
     prepare   prompts from sources               merge     adapter into a copy of the backbone
     base      the model that training starts at  evaluate  base beside trained
     anchors   cached reference distributions     report    the HTML page
-    reward    who judges an answer               machine   device and threads (never part of a result's identity)
+    reward    who judges an answer               preflight a look at the reward before training
+    reward_training  optional: a reward model    machine   device and threads (never part of a result's identity)
 
 A default here is the value of a key that `params.yaml` or the recipe does not set. Cross-field rules stand in the class
 that owns the fields and name the key, the value and what to set instead (`refuse`).
@@ -446,18 +447,19 @@ class LearnedReward(Section):
     """The `reward_model` verifier: a sequence-classification model whose first logit is the score."""
 
     model: str = ""
-    """Local directory or hub name; `artifact:reward_model` takes what the optional stage reward_model trained."""
+    """Local directory or hub name, e.g. artifacts/reward_model: what the optional stage reward_model trained."""
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     int8: bool = False
-    """Linear layers as INT8 weights with scales per row (CPU: dynamic quantisation); a quarter of the float32 bytes."""
+    """Keep linear layers as INT8 with one scale per row: a quarter of the float32 bytes, multiplied in dtype."""
     batch_size: Count = 16
     max_tokens: Count = 2048
     """Longer texts lose their beginning."""
     squash: Literal["none", "sigmoid"] = "sigmoid"
     """`sigmoid`: score in (0, 1). `none`: the bare logit."""
-    separator: str = ""
-    """Put between prompt and answer."""
+    separator: str | None = None
+    """Put between prompt and answer; None takes what the model was trained with here, else nothing."""
 
 
 class Judge(Section):
@@ -568,6 +570,34 @@ class Preflight(Section):
     training before its first step."""
 
 
+class RewardTraining(Section):
+    """The optional stage reward_model: a small reward model from preference pairs, in artifacts/reward_model."""
+
+    pairs: str
+    """JSONL file of pairs, relative to the working directory or the repository."""
+    prompt_field: str = "prompt"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    base: str = "scratch"
+    """`scratch`: a tiny Llama over the pairs' characters; else a model directory or hub name, whose head begins anew."""
+    hidden_size: Count = 64
+    """Only for scratch, as num_layers and num_heads."""
+    num_layers: Count = 2
+    num_heads: Count = 4
+    separator: str = ""
+    """Put between prompt and answer."""
+    max_tokens: Count = 1024
+    epochs: Count = 3
+    batch_size: Count = 16
+    learning_rate: Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Positive = 1.0
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of prompts whose pairs only measure accuracy."""
+    min_heldout_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.55
+    """A model below it is refused: it would teach noise."""
+
+
 class Merge(Section):
     dtype: Literal["base", "float32", "bfloat16"] = "base"
     """Type of the merged weights; `base` keeps each tensor's own. The sum is made in float32 and rounded once."""
@@ -614,6 +644,7 @@ class CampaignConfig(Section):
     train: Train
     reward: Reward = Reward()
     preflight: Preflight = Preflight()
+    reward_training: RewardTraining | None = None
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
     report: Report = Report()

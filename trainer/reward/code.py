@@ -102,7 +102,7 @@ class CodeChannel:
             self._processes = [
                 isolation.start(
                     self.kind,
-                    f"test_side.main({tests.fileno()}, {tests_candidates.fileno()})",
+                    f"test_side.main({tests.fileno()}, {tests_candidates.fileno()}, {isolated})",
                     [tests.fileno(), tests_candidates.fileno()],
                 ),
                 isolation.start(

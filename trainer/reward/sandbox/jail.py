@@ -52,7 +52,7 @@ def counts_tasks_per_namespace() -> bool:
 def set_rlimits(limits: Limits) -> None:
     """Bind this process and its children; soft limits equal hard ones, so no signal handler sees them coming."""
     if limits.processes > 1 or counts_tasks_per_namespace():
-        tasks = max(limits.processes, MAX_THREADS)
+        tasks = limits.processes if limits.processes > 1 else MAX_THREADS
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
     for kind, value in (
         (resource.RLIMIT_AS, limits.memory_bytes // limits.processes),
