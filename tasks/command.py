@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from tasks.registry import STAGES, get_stage
+from tasks.registry import BY_NAME, get_stage, stages_of
 from tasks.stage import run_stage, stop_on_signals
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
@@ -20,7 +20,7 @@ from trainer.files import read_json
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of a campaign, or all of them in order.")
-    parser.add_argument("stage", help=", ".join(stage.name for stage in STAGES) + ", or all")
+    parser.add_argument("stage", help=", ".join(BY_NAME) + ", or all")
     parser.add_argument("--workspace", type=Path, default=Path("."), help="folder with params.yaml (default: here)")
     parser.add_argument("--config", type=Path, help="params.yaml or a resolved config.json (default: params.yaml there)")
     parser.add_argument("--run-dir", type=Path, help="run directory (default: runs/<campaign>-<hash> in the workspace)")
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         limit_threads(config)
         stop_on_signals()
         workspace = Workspace(options.workspace.resolve(), config, options.run_dir and options.run_dir.resolve())
-        for stage in STAGES if options.stage == "all" else (get_stage(options.stage),):
+        for stage in stages_of(config) if options.stage == "all" else (get_stage(options.stage),):
             run_stage(workspace, stage, options.force)
             print(f"{stage.name}: {workspace.artifact(stage.artifact)}")
     except TitheError as error:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tasks.sources import prompt_files
+from tasks.sources import pair_files, prompt_files, reward_files
 from trainer.config import CampaignConfig
 from trainer.errors import ConfigError, nearest
 
@@ -86,6 +86,7 @@ STAGES: tuple[Stage, ...] = (
         ("train", "reward", "campaign.seed"),
         ("tasks/train.py", "trainer"),
         plots=("curve.csv",),
+        external=reward_files,
     ),
     Stage(
         "merge",
@@ -99,9 +100,19 @@ STAGES: tuple[Stage, ...] = (
         "evaluate",
         "evaluation",
         ("prompts", "base", "merged"),
-        ("evaluate", "reward", "train.sampling.max_completion_tokens", "campaign.seed"),
-        ("tasks/evaluate.py", "trainer/policy", "trainer/rollout", "trainer/reward"),
+        ("evaluate", "reward", "train.sampling.max_completion_tokens", "train.stages", "campaign.seed"),
+        (
+            "tasks/evaluate.py",
+            "trainer/evaluation.py",
+            "trainer/statistics.py",
+            "trainer/prompts.py",
+            "trainer/schedule/judge.py",
+            "trainer/policy",
+            "trainer/rollout",
+            "trainer/reward",
+        ),
         metrics=("evaluation.json",),
+        external=reward_files,
     ),
     Stage(
         "report",
@@ -112,8 +123,28 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 
-BY_NAME = {stage.name: stage for stage in STAGES}
-BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
+# Stages outside the one DAG, run by name where the configuration has their section. What they write is read as a file of the
+# user's own (`external`), so a campaign without them is not another campaign.
+OPTIONAL_STAGES: tuple[Stage, ...] = (
+    Stage(
+        "reward_model",
+        "reward_model",
+        (),
+        ("reward_training", "campaign.seed"),
+        ("tasks/reward_model.py", "trainer/reward/preference.py", "trainer/reward/reward_model.py"),
+        metrics=("accuracy.json",),
+        external=pair_files,
+    ),
+)
+
+BY_NAME = {stage.name: stage for stage in (*STAGES, *OPTIONAL_STAGES)}
+BY_ARTIFACT = {stage.artifact: stage for stage in (*STAGES, *OPTIONAL_STAGES)}
+
+
+def stages_of(config: CampaignConfig) -> tuple[Stage, ...]:
+    """Return every stage that a configuration asks for, in order: an optional one comes first, the DAG may read its file."""
+    optional = {"reward_model": config.reward_training is not None}
+    return (*(stage for stage in OPTIONAL_STAGES if optional[stage.name]), *STAGES)
 
 
 def get_stage(name: str) -> Stage:

@@ -103,7 +103,7 @@ def load(directory: Path, dtype: str, device: torch.device | str = "cpu") -> tup
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{directory}: has no weights for {missing[0]}, so it is no trained reward model; train one with the stage reward_model"
+            f"{directory}: has no weights for {missing[0]}, so it is no trained reward model; the stage reward_model trains one"
         )
     prepare_padding(model, tokenizer)
     return model.to(device).eval(), tokenizer
@@ -193,6 +193,6 @@ def size_warning(num_parameters: int, num_policy_parameters: int) -> str | None:
     if share >= SMALLEST_SHARE_OF_POLICY:
         return None
     return (
-        f"the reward model has {num_parameters:,} parameters, {share:.0%} of the policy's {num_policy_parameters:,}: below a third "
-        "a policy tends to outwit its judge; use a larger one, or watch the held-out reward closely"
+        f"the reward model has {num_parameters:,} parameters, {share:.0%} of the policy's {num_policy_parameters:,}: below a "
+        "third a policy tends to outwit its judge; use a larger one, or watch the held-out reward closely"
     )
