@@ -117,8 +117,8 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     if found["accuracy"] < options.min_heldout_accuracy:
         raise DataError(
             options.pairs,
-            f"the model tells chosen from rejected in {found['accuracy']:.0%} of held-out pairs, below {options.min_heldout_accuracy:.0%} "
-            "(reward_training.min_heldout_accuracy); give more pairs, more epochs or a larger base",
+            f"the model tells chosen from rejected in {found['accuracy']:.0%} of held-out pairs, below "
+            f"{options.min_heldout_accuracy:.0%} (reward_training.min_heldout_accuracy); give more pairs or epochs",
         )
     save_model(model, tokenizer, paths.out)
     write_json(paths.out / FACTS, {"separator": options.separator})

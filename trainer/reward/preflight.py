@@ -53,7 +53,7 @@ class PreflightReport:
         statuses = ", ".join(f"{name} {share:.0%}" for name, share in self.status_fractions.items() if share)
         return [
             f"reward on the base: {self.verdict}",
-            f"  {self.num_prompts} prompts x {self.group_size} answers: mean {self.reward_mean:.3f}, spread {self.reward_std:.3f}",
+            f"  {self.num_prompts} prompts x {self.group_size} answers: mean {self.reward_mean:.3f}, std {self.reward_std:.3f}",
             f"  groups without signal {self.zero_signal_fraction:.0%} (solved {self.solved_fraction:.0%}, "
             f"unsolved {self.unsolved_fraction:.0%}); distinct answers {self.distinct_fraction:.0%}",
             f"  verdicts: {statuses}; judged twice alike {1 - self.disagreement_fraction:.1%}",
@@ -120,7 +120,7 @@ def analyse(
         "suggested_group_size": suggest_group_size(right, size),
     }
     stops, cautions = _reasons_to_stop(figures), _reasons_for_caution(figures, flat)
-    verdict = "stop" if stops else "caution" if cautions else "good"
+    verdict: Literal["good", "caution", "stop"] = "stop" if stops else "caution" if cautions else "good"
     return PreflightReport(**figures, verdict=verdict, advice=(*stops, *cautions))
 
 
@@ -156,7 +156,7 @@ def _reasons_for_caution(figures: dict[str, Any], verdicts: Sequence[Verdict]) -
             said.append(f"train.batch.group_size: {figures['suggested_group_size']} would make more groups teach")
     if figures["distinct_fraction"] < FEW_DISTINCT:
         said.append(
-            f"only {figures['distinct_fraction']:.0%} of a group's answers are distinct: raise train.sampling.temperature towards 1"
+            f"only {figures['distinct_fraction']:.0%} of a group's answers are distinct: raise train.sampling.temperature"
         )
     if statuses["unparsable"] > MANY_UNPARSABLE:
         said.append(
