@@ -149,10 +149,6 @@ class RewardModelVerifier:
         self.directory = find_model(self.options.model, self.options.revision, key)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._load()[0]
-
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if self._loaded is None:
             model, tokenizer = load(self.directory, self.options.dtype, pick_device(self.options.device))
@@ -170,6 +166,10 @@ class RewardModelVerifier:
         found = logits(model, tokenizer, texts, self.options.batch_size, self.options.max_tokens)
         seconds = (time.perf_counter() - begin) / max(1, len(answers))
         return [to_verdict(value, self.name, self.options, seconds) for value in found]
+
+    def size_warning(self, num_policy_parameters: int) -> str | None:
+        """Return a sentence when the model is small beside the policy that it judges."""
+        return size_warning(count_parameters(self._load()[0]), num_policy_parameters)
 
     def close(self) -> None:
         self._loaded = None

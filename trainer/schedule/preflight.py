@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.errors import ConfigError
+from trainer.files import write_json
 from trainer.metrics import RunWriter
 from trainer.reward.preflight import PreflightReport, analyse
 from trainer.schedule.judge import completion_text, group, judge
@@ -53,11 +54,12 @@ def look(
 
 
 def record(report: PreflightReport, writer: RunWriter, stop: bool) -> None:
-    """Write a report to the run's events.
+    """Write a report to the run directory: preflight.json, and an event where it is not good.
 
     Raises:
         ConfigError: the reward cannot teach, and `stop` says that training must not begin.
     """
+    write_json(writer.directory / "preflight.json", report.as_dict())
     if report.verdict != "good":
         kind = "alarm" if report.verdict == "stop" else "warning"
         writer.event(kind, "pre-flight: " + "; ".join(report.advice), step=0, preflight=report.as_dict())
