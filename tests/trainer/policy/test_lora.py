@@ -101,11 +101,11 @@ save_adapter(adapted, Path(sys.argv[1]))
 @pytest.mark.smoke
 def test_equal_adapters_are_equal_bytes_in_every_process(tmp_path: Path) -> None:
     digests = []
-    for hash_seed in ("1", "2", "3"):
+    for hash_seed in ("1", "2"):
         target = tmp_path / hash_seed / "somewhere else"
         target.mkdir(parents=True)
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[3])}
         code = SAVE.format(here=str(Path(__file__).parent))
         subprocess.run([sys.executable, "-c", code, str(target)], env=environment, check=True)
         digests.append([sha256_file(path) for path in sorted(target.iterdir())])
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1]
