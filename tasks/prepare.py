@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN_BAD_ROWS = 10
+_ROWS_A_BEAT = 1000
 _NO_TEXT = object()
 
 
@@ -124,6 +125,23 @@ def gold_answer(source: PromptSource, row: Row) -> str:
     return text.strip()
 
 
+def with_scorer(source: PromptSource, row: Row) -> Row:
+    """Return the row with the scorer data that `scorer_fields` names.
+
+    Raises:
+        RowProblem: a field is missing.
+    """
+    if not source.scorer_fields:
+        return row
+    data: dict[str, Any] = {"kind": "fields"}
+    for name, field in source.scorer_fields.items():
+        value = look_up(row.fields, field)
+        if value is _NO_TEXT or value is None:
+            raise RowProblem(f"has nothing in field {field!r}, which scorer_fields.{name} needs")
+        data[name] = value
+    return replace(row, scorer={**data, **row.scorer})
+
+
 class PromptEncoder:
     """Turns a prompt's text into what the model is shown, and into token ids."""
 
@@ -189,7 +207,9 @@ class _Candidate:
     scorer: dict[str, Any]
 
 
-def read_source(source: PromptSource, key: str, seed: int, encoder: PromptEncoder) -> tuple[list[_Candidate], list[BadRow]]:
+def read_source(
+    source: PromptSource, key: str, seed: int, encoder: PromptEncoder, progress: Callable[[int], None]
+) -> tuple[list[_Candidate], list[BadRow]]:
     """Return a source's usable rows and its bad ones.
 
     Raises:
@@ -198,13 +218,16 @@ def read_source(source: PromptSource, key: str, seed: int, encoder: PromptEncode
     good: list[_Candidate] = []
     bad: list[BadRow] = []
     first: Row | None = None
-    for row in read_rows(source, key, seed):
+    for count, row in enumerate(read_rows(source, key, seed)):
+        if count % _ROWS_A_BEAT == 0:
+            progress(count)
         if isinstance(row, BadRow):
             bad.append(row)
             continue
         first = first or row
         try:
             bare = render(source, row)
+            row = with_scorer(source, row)
             answer = gold_answer(source, row)
             shown = encoder.show(source, key, bare)
             good.append(_Candidate(row.where, bare, shown, answer, encoder.encode(source, shown), row.scorer))
@@ -308,9 +331,12 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     found: list[tuple[PromptSource, list[_Candidate]]] = []
     bad: list[BadRow] = []
     for index, source in enumerate(config.prepare.sources):
-        writer.heartbeat(f"reading {source.source}", index, len(config.prepare.sources))
+
+        def beat(count: int, source: PromptSource = source) -> None:
+            writer.heartbeat(f"reading {source.source}", count, source.num_rows or 0)
+
         seed = derive_seed(config.campaign.seed, "prepare", source.name)
-        good, wrong = read_source(source, f"prepare.sources.{index}", seed, encoder)
+        good, wrong = read_source(source, f"prepare.sources.{index}", seed, encoder, beat)
         found.append((source, good))
         bad += wrong
     report_bad_rows(bad, len(bad) + sum(len(candidates) for _, candidates in found))
