@@ -131,7 +131,7 @@ def cache_directory() -> Path:
 
 
 def committable(workspace: Workspace) -> list[Stage]:
-    """Return the stages whose artifact is what params.yaml, the inputs and the code of this moment make."""
+    """Return the stages whose artifact is what params.yaml, whole inputs and the code of this moment make."""
     tree = read_yaml(workspace.root / "params.yaml")
     try:
         here = workspace.with_tree(tree)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from flows.server import PrivateServer
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.workspace import REPOSITORY, Workspace
+from trainer.files import sha256_text
 
 HERE = Path(__file__).parent
 STAGES_NAME = "tiny_stages:STAGES"
@@ -43,7 +44,7 @@ class Campaign:
     """A tiny campaign: its workspace, its planned misfortunes, and ways to run it."""
 
     root: Path
-    overrides: list[str] = field(default_factory=lambda: ["campaign.name=tiny", "limits.grace_seconds=20"])
+    overrides: list[str]
 
     def plan(self, **wishes: Any) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -107,10 +108,22 @@ def eventually() -> Callable[..., Any]:
     return _eventually
 
 
+def common(tmp_path: Path) -> list[str]:
+    """Overrides of all campaigns of a test: a seed of its own, so that no test takes another's results from the cache."""
+    return [f"campaign.seed={int(sha256_text(str(tmp_path))[:6], 16)}", "limits.grace_seconds=20"]
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Campaign:
     (tmp_path / "campaign").mkdir()
-    return Campaign(tmp_path / "campaign")
+    return Campaign(tmp_path / "campaign", ["campaign.name=tiny", *common(tmp_path)])
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Campaign:
+    """Another campaign, in another workspace."""
+    (tmp_path / "second").mkdir()
+    return Campaign(tmp_path / "second", ["campaign.name=second", *common(tmp_path)])
 
 
 @pytest.fixture(scope="session")
