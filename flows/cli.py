@@ -8,6 +8,7 @@ preflight         can this reward teach this base?
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,10 @@ Override = Annotated[
 RunDirectory = Annotated[Path | None, typer.Option("--run-dir", help="Run directory; default: runs/<campaign>-<hash>.")]
 Root = Annotated[Path | None, typer.Option("--workspace", help="Workspace; default: the repository, or campaigns/<name>.")]
 NoTracking = Annotated[bool, typer.Option("--no-tracking", help="Do not mirror metrics to MLflow.")]
+Fork = Annotated[
+    bool | None,
+    typer.Option("--fork/--no-fork", help="Fork stages from a process that holds torch, or start each anew."),
+]
 StageList = Annotated[str | None, typer.Option("--stages", hidden=True, help="Another list of stages, as module:NAME.")]
 
 
@@ -55,11 +60,7 @@ def find(
     config = resolve_config(recipe, overrides or ())
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
-    if stages is None:
-        return resolve_workspace(config, run_directory, root)
-    from tasks.command import load_stages
-
-    return resolve_workspace(config, run_directory, root, load_stages(stages))
+    return resolve_workspace(config, run_directory, root, stages or "")
 
 
 @app.command()
@@ -72,6 +73,7 @@ def run(
     force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
     no_tracking: NoTracking = False,
+    fork: Fork = None,
     stages: StageList = None,
 ) -> None:
     """Run a campaign: every stage that is not current, in order. Run again after anything: it goes on where it stopped.
@@ -87,7 +89,7 @@ def run(
     from flows.start import run_campaign
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, stages)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork)
 
 
 @app.command()
@@ -99,6 +101,7 @@ def resume(
     root: Root = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
     no_tracking: NoTracking = False,
+    fork: Fork = None,
     stages: StageList = None,
 ) -> None:
     """Go on with a campaign that was begun, and say from where. The same as `run`, but refuses to begin a new one.
@@ -112,7 +115,7 @@ def resume(
     if not (workspace.run / "config.json").exists():
         known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
         raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
-    run_campaign(workspace, [], plain, not no_tracking, context.obj, stages)
+    run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
 
 
 @app.command()
@@ -241,6 +244,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
+    gc.freeze()  # half a second less: what Prefect built up need not be taken apart object by object
     sys.exit(code)
 
 
