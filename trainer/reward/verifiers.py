@@ -24,7 +24,7 @@ from trainer.reward.sandbox.jail import Limits
 from trainer.types import Prompt, Verdict, VerdictStatus, Verifier
 
 WORKER_MEMORY_BYTES = 4 * 1024**3  # of address space: an answer such as 9^9^9 must not fill the machine
-KILL_GRACE_SECONDS = 0.4  # what a worker that keeps its own clock gets on top, before it is killed
+KILL_GRACE_SECONDS = 0.8  # what a worker that keeps its own clock gets on top, before it is killed
 
 Answers = Sequence[tuple[Prompt, str]]
 
