@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 360.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 10.0, 26.0
@@ -67,7 +68,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     edges = [round(index * len(points) / limit) for index in range(limit + 1)]
-    stretches = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    stretches = [points[a:b] for a, b in pairwise(edges)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches]
 
 
@@ -173,9 +174,10 @@ def interval_chart(title: str, rows: Sequence[Interval]) -> str:
             if three is None:
                 continue
             value, low, high = three
+            level = middle + shift
             parts.append(
-                f'<line class="whisker {css}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{middle + shift:.1f}" y2="{middle + shift:.1f}"/>'
-                f'<circle class="dot {css}" cx="{x(value):.1f}" cy="{middle + shift:.1f}" r="5">'
+                f'<line class="whisker {css}" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{level:.1f}" y2="{level:.1f}"/>'
+                f'<circle class="dot {css}" cx="{x(value):.1f}" cy="{level:.1f}" r="5">'
                 f"<title>{name}: {value:.1%} ({low:.1%} to {high:.1%})</title></circle>"
             )
     parts.append("</svg>")

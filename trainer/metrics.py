@@ -63,8 +63,16 @@ class RunWriter:
         clean = {k: (float(v) if math.isfinite(v) else str(float(v))) for k, v in values.items()}
         self._append(METRICS, {"step": step, "time": time.time(), "metrics": clean})
 
+    def sync(self) -> None:
+        """Put the lines written so far on the disk, so that a checkpoint never knows of a step whose line is lost."""
+        for name in (METRICS, EVENTS):
+            path = self.directory / name
+            if path.exists():
+                with disk_full_is_named(path), open(path, "ab") as file:
+                    os.fsync(file.fileno())
+
     def event(self, kind: str, reason: str, step: int | None = None, **facts: Any) -> None:
-        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, checkpoint, warning."""
+        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, stop, warning."""
         self._append(EVENTS, {"time": time.time(), "kind": kind, "step": step, "reason": reason, **facts})
 
     def heartbeat(self, doing: str, step: int = 0, total: int = 0) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tasks import command
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage, stage_lock, stop_on_signals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tasks import workspace as module
 from tasks.registry import STAGES, get_stage
 from tasks.workspace import Workspace, params_of

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from trainer import files
 from trainer.errors import ResourceError
 from trainer.files import MANIFEST, canonical_json, damage, new_directory, read_manifest, sha256_text, write_json, write_manifest
@@ -67,9 +68,8 @@ def test_a_new_directory_replaces_the_old_one_only_when_it_is_complete(tmp_path:
     target = tmp_path / "deep" / "out"
     with new_directory(target) as out:
         (out / "x").write_text("1", encoding="utf-8")
-    with pytest.raises(KeyError), new_directory(target) as out:
-        (out / "x").write_text("2", encoding="utf-8")
-        raise KeyError
+    with pytest.raises(FileNotFoundError), new_directory(target) as out:
+        (out / "x").write_bytes((out / "gone").read_bytes())
     assert (target / "x").read_text(encoding="utf-8") == "1"
     with new_directory(target) as out:
         (out / "y").write_text("3", encoding="utf-8")
@@ -119,12 +119,12 @@ def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path, monkeypatch
 def test_a_really_full_disk_is_named() -> None:
     if not (Path("/dev/full").exists() and stat.S_ISCHR(os.stat("/dev/full").st_mode)):
         pytest.skip("this system has no /dev/full")
-    with pytest.raises(ResourceError, match="run the same command again"), files.disk_full_is_named(Path("/dev/full")):
-        with open("/dev/full", "w", encoding="utf-8") as file:
-            file.write("x")
+    full = Path("/dev/full")
+    with pytest.raises(ResourceError, match="run the same command again"), files.disk_full_is_named(full):
+        full.write_text("x", encoding="utf-8")
 
 
 def test_other_disk_errors_keep_their_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    with pytest.raises(OSError, match="exists|directory"):
+    with pytest.raises(OSError, match=r"exists|directory"):
         write_json(tmp_path / "file" / "x.json", {})

@@ -120,13 +120,13 @@ def _forward(model: Any, sequences: Sequence[TokenPair], indices: list[int], pad
     return LogitsBatch(indices, lengths, output.logits[0], torch.tensor(targets, device=device))
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return log_softmax(logits / temperature) in float32: the one formula of the sampling distribution.
+def tempered_logits(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature in float32: softmax of it is the sampling distribution, in sampler and learner alike.
 
     Temperature 0 (greedy) has no density; its log-probs are those of the model itself, at temperature 1.
     """
     logits = logits.float()
-    return torch.log_softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
+    return logits if temperature in (0, 1) else logits / temperature
 
 
 def completion_logprobs(
@@ -136,7 +136,8 @@ def completion_logprobs(
     result: list[list[float]] = [[] for _ in sequences]
     with scoring(model):
         for batch in completion_logits(model, sequences, pad_token_id, max_batch_tokens):
-            logprobs = tempered(batch.logits_NV, temperature).gather(1, batch.tokens_N[:, None])[:, 0].tolist()
+            logits_NV = tempered_logits(batch.logits_NV, temperature)
+            logprobs = (logits_NV.gather(1, batch.tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)).tolist()
             done = 0
             for index, length in zip(batch.indices, batch.lengths, strict=True):
                 result[index] = logprobs[done : done + length]

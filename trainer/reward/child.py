@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from trainer.reward.wire import frame, read_frame
+from trainer.reward.sandbox.wire import frame, read_frame
 
 Payload = tuple[str, str, dict[str, Any], str]  # the prompt's text, its gold answer, its scorer's data, the answer to judge
 Finding = tuple[str, float, str]  # status, score, detail

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError, TitheError
-from trainer.reward.wire import FrameReader, frame, read_exactly, read_frame
+from trainer.reward.sandbox.wire import FrameReader, frame, read_exactly, read_frame
 
 START_SECONDS = 120.0
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

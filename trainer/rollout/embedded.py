@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import DivergedError
-from trainer.policy.forward import completion_logprobs, head_at, scoring, tempered
+from trainer.policy.forward import completion_logprobs, head_at, scoring, tempered_logits
 from trainer.rollout.draws import draw, mix, uniforms
 from trainer.rollout.slots import MaskMaker, SlotCache
 from trainer.types import Completion, Request, SamplingParams
@@ -88,7 +88,7 @@ class _Prompt:
     token_ids: tuple[int, ...]
     waiting: list[int]  # request indices, in reverse order
     slot: int = -1  # a slot that holds its keys and values; -1 before the prefill
-    logprobs_V: Tensor | None = None  # distribution of the first token
+    probabilities_V: Tensor | None = None  # distribution of the first token
 
 
 class _Generation:
@@ -170,11 +170,11 @@ class _Generation:
         positions = torch.arange(width, device=self.device)[None]
         with head_at(self.model, torch.arange(len(batch), device=self.device), lengths - 1):
             output = self.model(input_ids=ids, position_ids=positions, cache=self.cache, use_cache=True)
-        logprobs = tempered(output.logits[0], self.params.temperature)
+        probabilities = self._probabilities(output.logits[0])
         if batch[-1].waiting:
-            batch[-1].logprobs_V = logprobs[-1]
+            batch[-1].probabilities_V = probabilities[-1]
         self._begin(slots, owners, lengths[rows])
-        self._draw(logprobs[rows], slots)
+        self._draw(probabilities[rows], slots)
 
     def _share(self, prompt: _Prompt) -> None:
         """Give free slots the prompt that another slot holds, without a forward pass."""
@@ -186,9 +186,9 @@ class _Generation:
         slots, owners = torch.tensor(taken, device=self.device).T
         length = len(prompt.token_ids)
         self.cache.copy(torch.full_like(slots, source), slots, length)
-        assert prompt.logprobs_V is not None
+        assert prompt.probabilities_V is not None
         self._begin(slots, owners, torch.full_like(slots, length))
-        self._draw(prompt.logprobs_V.expand(len(taken), -1), slots)
+        self._draw(prompt.probabilities_V.expand(len(taken), -1), slots)
         if not prompt.waiting:
             self.queue.pop()
 
@@ -210,17 +210,21 @@ class _Generation:
             cache=self.cache,
             use_cache=True,
         )
-        self._draw(tempered(output.logits[:, 0], self.params.temperature), slice(0, self.rows))
+        self._draw(self._probabilities(output.logits[:, 0]), slice(0, self.rows))
 
-    def _draw(self, logprobs_RV: Tensor, rows: Tensor | slice) -> None:
+    def _probabilities(self, logits_RV: Tensor) -> Tensor:
+        """Return softmax(logits / T), the sampling distribution; greedy keeps the model's own, at temperature 1."""
+        return torch.softmax(tempered_logits(logits_RV, self.params.temperature), dim=-1)
+
+    def _draw(self, probabilities_RV: Tensor, rows: Tensor | slice) -> None:
         """Draw a token for each of the rows, record it, and free the slots whose completions end."""
         owner, count = self.owner[rows], self.count[rows]
         if self.params.temperature == 0:
-            tokens = logprobs_RV.argmax(dim=-1)
+            tokens = probabilities_RV.argmax(dim=-1)
         else:
-            tokens = draw(logprobs_RV, uniforms(self.seeds[owner], count))
+            tokens = draw(probabilities_RV, uniforms(self.seeds[owner], count))
         self.tokens[owner, count] = tokens
-        self.logprobs[owner, count] = logprobs_RV.gather(1, tokens[:, None])[:, 0]
+        self.logprobs[owner, count] = probabilities_RV.gather(1, tokens[:, None])[:, 0].log()
         live = owner < self.num
         count = count + live
         self.count[rows] = count

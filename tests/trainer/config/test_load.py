@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from trainer.config import CampaignConfig, as_tree, load_config, read_yaml, validate
 from trainer.errors import ConfigError, ConfigErrors
 
@@ -116,9 +117,9 @@ def test_not_a_number_is_no_learning_rate() -> None:
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    error = pytest.raises(ConfigError, load_config, write(tmp_path / "x.yaml", "campaign: {name: x}\n")).value
-    assert isinstance(error, ConfigErrors)
-    assert {"prepare", "base", "train"} <= {one.key for one in error.errors}
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(tmp_path / "x.yaml", "campaign: {name: x}\n"))
+    assert {"prepare", "base", "train"} <= {one.key for one in caught.value.errors}
 
 
 # --- combinations -----------------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ def test_allowed_but_seldom_meant_choices_are_warned_about() -> None:
 def test_a_recipe_is_a_difference_from_the_default_campaign(tmp_path: Path) -> None:
     recipe = write(
         tmp_path / "mine.yaml",
-        "campaign: {name: mine}\ntrain:\n  optimizer: {learning_rate: 1e-6}\n  stages: [{name: a, steps: 1}, {name: b, steps: 2}]\n",
+        "campaign: {name: mine}\ntrain:\n  optimizer: {learning_rate: 1e-6}\n"
+        "  stages: [{name: a, steps: 1}, {name: b, steps: 2}]\n",
     )
     config = load_config(recipe, params=PARAMS)
     default = load()

@@ -42,12 +42,14 @@ class FrameReader:
         return frames
 
 
-def read_frame(stream: socket.socket) -> bytes | None:
-    """Block until one whole frame has come; None when the other end is gone."""
+def read_frame(stream: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+    """Block until one whole frame has come; None when the other end is gone. A longer frame is a ValueError."""
     header = read_exactly(stream, HEADER.size)
     if header is None:
         return None
     (length,) = HEADER.unpack(header)
+    if length > max_bytes:
+        raise ValueError(f"a frame of {length} bytes, more than {max_bytes}")
     return read_exactly(stream, length)
 
 

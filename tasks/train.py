@@ -1,0 +1,127 @@
+"""Stage *train*: the policy, trained by reinforcement learning on prompts that a program can check.
+
+Reads prompts, base and anchors; writes a peft adapter (lora) or a whole model (full) and `curve.csv`, one row a step. The run
+directory holds metrics.jsonl, events.jsonl and checkpoints: stop or kill the stage, start it again, and it goes on. Nothing in
+the artifact depends on when or where it was made.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tasks.command import main
+from tasks.registry import StagePaths
+from trainer.config import CampaignConfig
+from trainer.errors import ConfigError
+from trainer.learn.anchored import AnchorTerm
+from trainer.learn.learner import Learner
+from trainer.metrics import METRICS, RunWriter, read_lines
+from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
+from trainer.policy.policy import Policy, build_policy
+from trainer.policy.tokenizer import load_tokenizer
+from trainer.prompts import read_prompts
+from trainer.reward import build_verifier
+from trainer.rollout.embedded import EmbeddedSampler
+from trainer.schedule.stop import deferred_stop
+from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
+from trainer.types import Prompt
+
+CURVE = "curve.csv"
+CURVE_COLUMNS = {
+    "reward_mean": "reward/mean",
+    "reward_std": "reward/std",
+    "zero_variance_fraction": "reward/zero_variance_fraction",
+    "heldout_accuracy": "heldout/accuracy",
+    "heldout_reward_mean": "heldout/reward_mean",
+    "kl_mean": "kl/mean",
+    "kl_coefficient": "kl/coefficient",
+    "entropy": "entropy",
+    "length_mean": "completion/length_mean",
+    "truncated_fraction": "completion/truncated_fraction",
+    "loss": "loss/total",
+    "clip_fraction": "clip/fraction",
+    "grad_norm": "grad/norm",
+    "learning_rate": "lr",
+    "policy_version": "policy/version",
+    "skipped": "update/skipped",
+}
+
+
+def write_curve(run: Path, path: Path) -> dict[str, Any]:
+    """Write what a step's seeds decide as CSV, one row a step, and return the last row's held-out accuracy and reward."""
+    lines = read_lines(run / METRICS)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *CURVE_COLUMNS])
+        for line in lines:
+            writer.writerow([line["step"], *(line["metrics"].get(name, "") for name in CURVE_COLUMNS.values())])
+    accuracies = [line["metrics"]["heldout/accuracy"] for line in lines if "heldout/accuracy" in line["metrics"]]
+    return {
+        "heldout_accuracy_before": accuracies[0] if accuracies else None,
+        "heldout_accuracy": accuracies[-1] if accuracies else None,
+    }
+
+
+def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrainedModel) -> None:
+    """Refuse completions that would run past the positions the model knows."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    caps = [stage.max_completion_tokens or config.train.sampling.max_completion_tokens for stage in config.train.stages]
+    longest, cap = max(len(prompt.token_ids) for prompt in prompts), max(caps)
+    if positions is not None and longest + cap > positions:
+        raise ConfigError(
+            "train.sampling.max_completion_tokens",
+            cap,
+            f"with the longest prompt ({longest} tokens) it passes the model's {positions} positions; "
+            f"set at most {positions - longest}, or lower prepare.max_prompt_tokens",
+        )
+
+
+def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Learner:
+    train, seed, anchors = config.train, config.campaign.seed, None
+    if train.algorithm.kl.reference == "anchors":
+        from trainer.anchors.store import load_anchors
+
+        store = load_anchors(paths.inputs["anchors"])
+        anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
+    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)
+
+
+def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
+    """Train, from the newest checkpoint where there is one, and write the policy.
+
+    Raises:
+        StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
+    """
+    train, place = config.train, Run(paths.run, paths.identity)
+    begin_anew_after_success(place)
+    prompts = read_prompts(paths.inputs["prompts"], "train")
+    heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
+    tokenizer = load_tokenizer(paths.inputs["base"])
+    base = load_model(paths.inputs["base"], config.base.dtype, config.machine.device)
+    check_vocabulary(base, tokenizer, paths.inputs["base"])
+    check_lengths(config, prompts + heldout, base)
+    policy = build_policy(base, train, config.campaign.seed)
+    learner = build_learner(config, paths, policy)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
+    verifier = build_verifier(config.reward)
+    try:
+        crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(base, tokenizer))
+        with deferred_stop() as wish:
+            SyncSchedule(train, config.campaign.seed, crew, place, wish).run()
+    finally:
+        verifier.close()
+        sampler.close()
+    policy.save(paths.out, tokenizer)
+    curve = write_curve(paths.run, paths.out / CURVE)
+    trainable = sum(parameter.numel() for parameter in policy.trainable.values())
+    return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": trainable, **curve}
+
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,94 @@
+"""The anchored KL term: a small batch of stored completions in every optimizer step, no reference model in memory.
+
+Legend: T completion tokens, K cached tokens at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from trainer.learn.batch import Sequences, split_micro_batches
+from trainer.learn.kl import anchored_kl
+from trainer.learn.logprobs import TokenScorer
+from trainer.learn.tally import Tally
+from trainer.types import derive_seed
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Some anchored completions, their cached distributions flat over all tokens in the order of the sequences."""
+
+    sequences: Sequences
+    top_ids_TK: torch.Tensor  # int64
+    top_logprobs_TK: torch.Tensor  # float32
+    tail_T: torch.Tensor  # float32: log of the mass outside the top K; -inf where K is the vocabulary
+
+
+class AnchorSource(Protocol):
+    """Where anchored completions come from."""
+
+    def __len__(self) -> int:
+        """Number of anchored completions."""
+        ...
+
+    def take(self, indices: Sequence[int]) -> Anchors:
+        """Return some of them, on the host."""
+        ...
+
+
+class AnchorTerm:
+    """Walks through the anchors in shuffled epochs; the number of the optimizer step alone decides which come.
+
+    Args:
+        source: the anchors.
+        batch_size: anchored completions in each optimizer step.
+        micro_batch_tokens: padded tokens of one forward pass.
+        seed: the campaign's.
+    """
+
+    def __init__(self, source: AnchorSource, batch_size: int, micro_batch_tokens: int, seed: int):
+        self.source, self.micro_batch_tokens, self.seed = source, micro_batch_tokens, seed
+        self.batch_size = min(batch_size, len(source))
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def indices(self, update: int) -> list[int]:
+        """Return the anchors of an optimizer step, counted from 0 over the whole run."""
+        first = update * self.batch_size
+        return [self._at(position) for position in range(first, first + self.batch_size)]
+
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.source))
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "anchors", epoch)))
+            self._epoch, self._order = epoch, generator.permutation(len(self.source))
+        return int(self._order[offset])
+
+    def backward(self, scorer: TokenScorer, update: int, coefficient: float, tally: Tally) -> torch.Tensor:
+        """Add the gradient of coefficient x mean anchored KL per token, and return that value.
+
+        Args:
+            scorer: of the policy.
+            update: number of the optimizer step.
+            coefficient: of the KL term.
+            tally: takes `kl/mean` and `loss/kl`.
+        """
+        anchors = self.source.take(self.indices(update))
+        device = scorer.model.device
+        sequences, divisor = anchors.sequences.to(device), anchors.sequences.num_tokens
+        top_ids_TK, top_TK, tail_T = (t.to(device) for t in (anchors.top_ids_TK, anchors.top_logprobs_TK, anchors.tail_T))
+        total = torch.zeros((), device=device)
+        everything_M = torch.arange(len(sequences.start_N))
+        for micro in split_micro_batches(sequences, everything_M, self.micro_batch_tokens):
+            scores = scorer.score(micro.input_ids_BS, micro.where_T, top_ids_TK[micro.token_T])
+            kl_T = anchored_kl(scores.logprobs_TK, top_TK[micro.token_T], tail_T[micro.token_T])
+            loss = coefficient * kl_T.sum() / divisor
+            loss.backward()
+            total += loss.detach()
+            tally.add("kl/mean", kl_T)
+            tally.total("loss/kl", loss)
+        return total

@@ -1,0 +1,1 @@
+"""Schedules: who samples and who learns when."""

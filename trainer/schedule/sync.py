@@ -1,0 +1,217 @@
+"""The sync schedule: sample, then learn, in one process, until the last RL stage ends.
+
+    prompts of the step -> requests -> sampler -> verifier -> groups -> learner -> metrics -> checkpoint
+
+Everything that a step draws is decided by the campaign's seed and the step's number, so a run that was killed and started
+again from a checkpoint goes on to the same bits. A wish to stop is heard between phases, never inside an optimizer step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trainer.config.schema import Train
+from trainer.learn.learner import Learner
+from trainer.metrics import RESULT, RunWriter
+from trainer.policy.checkpoint import load_newest, save_checkpoint
+from trainer.schedule.judge import group, judge
+from trainer.schedule.prompts import PromptCursor, locate, make_requests
+from trainer.schedule.stop import StopWish
+from trainer.types import Prompt, Request, Sample, Sampler, SamplingParams, Verifier, derive_seed
+
+CHECKPOINTS = "checkpoints"
+CORRECT_AT = 1.0 - 1e-9  # score from which a held-out answer counts as correct
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who does the work."""
+
+    learner: Learner
+    sampler: Sampler
+    verifier: Verifier
+    tokenizer: Any
+    prompts: Sequence[Prompt]  # of the train split
+    heldout: Sequence[Prompt]  # already cut to heldout.num_prompts
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lives and whose it is."""
+
+    directory: Path
+    identity: str
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+
+def begin_anew_after_success(run: Run) -> None:
+    """Drop the checkpoints of a run that ended well: starting it again means training again, not exporting again."""
+    result = run.directory / RESULT
+    if result.exists():
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        result.unlink()
+
+
+class Clock:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+class SyncSchedule:
+    """Runs all RL stages.
+
+    Args:
+        train: the configuration of training.
+        seed: the campaign's.
+        crew: sampler, verifier, learner and their data.
+        run: the run directory; a checkpoint in it is gone on from.
+        wish: set when somebody asks to stop.
+    """
+
+    def __init__(self, train: Train, seed: int, crew: Crew, run: Run, wish: StopWish):
+        self.train, self.seed, self.crew, self.place, self.wish = train, seed, crew, run, wish
+        self.total = sum(stage.steps for stage in train.stages)
+        self.cursors = [PromptCursor(crew.prompts, stage, train.batch.prompts_per_step, seed) for stage in train.stages]
+        self.writer = RunWriter(run.directory)
+        self.saved_step = 0
+
+    def run(self) -> None:
+        """Train to the end of the last RL stage.
+
+        Raises:
+            StopRequested: somebody asked; a checkpoint was written. DivergedError: updates are not finite any more.
+            ResourceError: the disk is full. CheckpointError: no checkpoint can be trusted.
+        """
+        done = self._resume()
+        if done == 0 and self._looks_at_heldout(0):
+            self.writer.metrics(0, self._heldout(0))
+        for step in range(done + 1, self.total + 1):
+            self.writer.metrics(step, self._step(step))
+            if step % self.train.checkpoints.every_steps == 0 or step == self.total:
+                self._checkpoint(step)
+            self._stop_if_asked(step)
+        self.writer.heartbeat("trained", self.total, self.total)
+
+    def _step(self, step: int) -> dict[str, float]:
+        """Sample, judge, learn; return the step's metrics."""
+        position = locate(self.train.stages, step)
+        if position.step == 1 and position.index > 0:
+            self.crew.learner.begin_stage(position.stage)
+        clock = Clock()
+        with clock("sample"):
+            self.writer.heartbeat("sampling", step, self.total)
+            prompts = self.cursors[position.index].take(position.step)
+            requests = make_requests(prompts, self.train.batch.group_size, step, self.seed)
+            completions = self.crew.sampler.generate(requests, self._params(step, self.train.sampling.temperature))
+        self._stop_if_asked(step - 1)
+        with clock("reward"):
+            self.writer.heartbeat("judging", step, self.total)
+            of_each = [prompt for prompt in prompts for _ in range(self.train.batch.group_size)]
+            samples = judge(of_each, completions, self.crew.tokenizer, self.crew.verifier)
+        self._stop_if_asked(step - 1)
+        with clock("learn"):
+            self.writer.heartbeat("learning", step, self.total)
+            stats = self.crew.learner.step(group(samples, self.train.batch.group_size), step)
+            self.crew.sampler.load_policy(stats.version)
+        metrics = {**stats.metrics, "stage/index": position.index, **costs(samples, clock)}
+        return metrics | self._heldout(step) if self._looks_at_heldout(step) else metrics
+
+    def _params(self, step: int, temperature: float) -> SamplingParams:
+        cap = locate(self.train.stages, max(step, 1)).stage.max_completion_tokens or self.train.sampling.max_completion_tokens
+        return SamplingParams(temperature, cap, self.crew.eos_token_ids)
+
+    def _looks_at_heldout(self, step: int) -> bool:
+        every = self.train.heldout.every_steps
+        return bool(self.crew.heldout) and every > 0 and (step % every == 0 or step == self.total)
+
+    def _heldout(self, step: int) -> dict[str, float]:
+        """Answer the held-out prompts greedily and return how good that is."""
+        prompts, begin = self.crew.heldout, time.perf_counter()
+        self.writer.heartbeat("looking at held-out prompts", step, self.total)
+        requests = [Request(p.id, p.token_ids, derive_seed(self.seed, "heldout", step, p.id)) for p in prompts]
+        completions = self.crew.sampler.generate(requests, self._params(step, temperature=0.0))
+        samples = judge(prompts, completions, self.crew.tokenizer, self.crew.verifier)
+        return {
+            "heldout/accuracy": sum(sample.reward >= CORRECT_AT for sample in samples) / len(samples),
+            "heldout/reward_mean": sum(sample.reward for sample in samples) / len(samples),
+            "heldout/length_mean": sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
+            "time/heldout_seconds": time.perf_counter() - begin,
+        }
+
+    # -- staying alive ----------------------------------------------------------------------------------------------
+
+    def _resume(self) -> int:
+        """Go on from the newest whole checkpoint and return its step; 0 begins anew."""
+        refused: list[str] = []
+        found = load_newest(self.place.checkpoints, self.place.identity, refused.append)
+        # Step 0 has a line of its own, so beginning anew removes everything from before it.
+        self.writer = RunWriter(self.place.directory, resume_step=found.step if found else -1)
+        for reason in refused:
+            self.writer.event("rollback", reason)
+        if found is None:
+            return 0
+        self.crew.learner.begin_stage(locate(self.train.stages, found.step).stage)
+        self.crew.learner.load_state(found.parts, found.facts["learner"])
+        self.crew.sampler.load_policy(self.crew.learner.version)
+        self.saved_step = found.step
+        version = self.crew.learner.version
+        self.writer.event("resume", f"from the checkpoint of step {found.step}", step=found.step, version=version)
+        return found.step
+
+    def _checkpoint(self, step: int) -> None:
+        """Write a checkpoint of everything that the rest of the run depends on; the metrics go to the disk first."""
+        self.writer.heartbeat("writing a checkpoint", step, self.total)
+        self.writer.sync()
+        position = locate(self.train.stages, step)
+        parts, facts = self.crew.learner.state()
+        cursor = {"stage": position.index, "step": position.step, "prompts": position.step * self.train.batch.prompts_per_step}
+        facts = {"learner": facts, "cursor": cursor}
+        keep = self.train.checkpoints.keep
+        save_checkpoint(self.place.checkpoints, step, self.place.identity, parts, facts, keep)
+        self.saved_step = step
+
+    def _stop_if_asked(self, step: int) -> None:
+        """Stop here if somebody asked, after a checkpoint of the last finished step."""
+        if self.wish:
+            if step > self.saved_step:
+                self._checkpoint(step)
+            self.writer.event("stop", f"asked by {self.wish.signal_name}", step=step)
+            raise self.wish.error()
+
+
+def costs(samples: Sequence[Sample], clock: Clock) -> dict[str, float]:
+    """Return what a step cost: seconds by phase, throughput, memory."""
+    seconds = sum(clock.seconds.values())
+    tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    spent = {f"time/{phase}_seconds": value for phase, value in clock.seconds.items()}
+    metrics = {
+        **spent,
+        "time/step_seconds": seconds,
+        "throughput/samples_per_second": len(samples) / seconds,
+        "throughput/tokens_per_second": tokens / seconds,
+        "memory/rss_bytes": float(psutil.Process().memory_info().rss),
+    }
+    if torch.cuda.is_available():
+        metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    return metrics
