@@ -29,6 +29,7 @@ from trainer.errors import ModelError
 ALIGNMENT = 64  # elements; parts begin on a cache line, as tensors of their own do
 OUTER = "outer"
 Slot = tuple[nn.Module, str]  # a module and the name of its parameter
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a model gives one of its blocks beside the hidden state
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Pieces:
         self.embedding_forward, self.head_forward = anatomy.embedding.forward, anatomy.head.forward
         self.padding_id: int | None = getattr(anatomy.embedding, "padding_idx", None)
 
-    def enter(self, rows_UD: Tensor, index_BS: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    def enter(self, rows_UD: Tensor, index_BS: Tensor) -> tuple[Tensor, list[Given]]:
         """Run what comes before the first block.
 
         Args:
@@ -215,12 +216,14 @@ class Pieces:
             index_BS: which of them each position takes.
 
         Returns:
-            The hidden state [B, S, D], and for each block the keyword arguments that the model gives it.
+            The hidden state [B, S, D], and for each block the arguments that the model gives it.
         """
-        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        given: list[Given] = []
+        entered: list[Tensor] = []
 
         def record(hidden_BSD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            given.append(((hidden_BSD, *args), kwargs))
+            entered.append(hidden_BSD)
+            given.append((args, kwargs))
             return hidden_BSD
 
         anatomy, embedding = self.anatomy, self.anatomy.embedding
@@ -232,12 +235,13 @@ class Pieces:
         finally:
             embedding.padding_idx = self.padding_id
             anatomy.bind(anatomy.embedding_rows.name, anatomy.parameters[anatomy.embedding_rows.name])
-        assert len(given) == len(anatomy.blocks) and all(len(args) == 1 for args, _ in given), "blocks in another order"
-        return given[0][0][0], [kwargs for _, kwargs in given]
+        assert len(given) == len(anatomy.blocks), "a model that does not call each block once"
+        return entered[0], given
 
-    def block(self, index: int, hidden_BSD: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def block(self, index: int, hidden_BSD: Tensor, given: Given) -> Tensor:
         """Run one block."""
-        out = self.block_forwards[index](hidden_BSD, **kwargs)
+        args, kwargs = given
+        out = self.block_forwards[index](hidden_BSD, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def leave(self, hidden_BSD: Tensor) -> Tensor:
