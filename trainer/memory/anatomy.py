@@ -7,7 +7,8 @@
 
 The model's own code does all the arithmetic around its blocks. `Pieces.enter` runs its decoder with blocks that only write down
 what they are given (masks, rotary embeddings, ...), `Pieces.leave` with blocks that hand over a finished hidden state, and
-`Pieces.logits` its whole forward with a decoder that hands over one. So scaled embeddings, sliding masks or capped logits need no case here.
+`Pieces.logits` its whole forward with a decoder that hands over one. So scaled embeddings, sliding masks or capped logits
+need no case here.
 
 Legend: B sequences, S positions, D hidden size, T tokens, V rows of a vocabulary matrix, U distinct token ids.
 """
@@ -118,7 +119,7 @@ class Anatomy:
                 if parameter is not None and id(parameter) not in adapter:
                     name = names.setdefault(id(parameter), f"{module_name}.{attribute}" if module_name else attribute)
                     self.slots.setdefault(name, []).append((module, attribute))
-        self.parameters = {name: slots[0][0]._parameters[slots[0][1]] for name, slots in self.slots.items()}
+        self.parameters: dict[str, nn.Parameter] = {name: getattr(*slots[0]) for name, slots in self.slots.items()}
         self.tied = self.embedding.weight is self.head.weight
         free = dict(self.parameters)
         self.layers: list[Unit] = []
@@ -137,7 +138,7 @@ class Anatomy:
         self.units = {unit.name: unit for unit in listed}
 
     @staticmethod
-    def _take_vocabulary(free: dict[str, Tensor], group: str, module: nn.Module, limit: int) -> Vocabulary:
+    def _take_vocabulary(free: dict[str, nn.Parameter], group: str, module: nn.Module, limit: int) -> Vocabulary:
         name = next((name for name, parameter in free.items() if parameter is module.weight), None)
         if name is None:
             raise ModelError(f"the {group} {type(module).__name__} shares its weight with a decoder block")

@@ -40,6 +40,9 @@ class Entry:
             part[self.index_N.long().to(part.device)] = self.values_N.to(part.device)
 
 
+_Place = tuple[str, int, int, int, torch.dtype]  # unit, begin, length, number of indices (-1: all), type
+
+
 class Journal:
     """Keeps the changes of one step.
 
@@ -51,11 +54,9 @@ class Journal:
         self._file: BinaryIO | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=directory, prefix="journal-")
+            self._file = tempfile.TemporaryFile(dir=directory, prefix="journal-")  # noqa: SIM115
         self._entries: list[Entry] = []
-        self._places: list[
-            tuple[str, int, int, int, torch.dtype]
-        ] = []  # unit, begin, length, number of indices (-1: dense), dtype
+        self._places: list[_Place] = []
         self.num_bytes = 0
 
     def clear(self) -> None:
@@ -79,8 +80,8 @@ class Journal:
             self._entries.append(Entry(unit, begin, len(old_N), index, values))
             return
         if index is not None:
-            self._file.write(memoryview(index.numpy()))
-        self._file.write(memoryview(values.view(torch.uint8).numpy()))
+            self._file.write(index.numpy().tobytes())
+        self._file.write(values.view(torch.uint8).numpy().tobytes())
         self._places.append((unit, begin, len(old_N), -1 if index is None else len(index), values.dtype))
 
     def entries(self) -> Iterator[Entry]:

@@ -1,12 +1,12 @@
 """The layer-major schedule: all forward passes of one layer, then the next layer; the same backwards.
 
     forward    embedding rows -> h_0 -> [layer 0: every work] -> h_1 -> ... -> h_L -> norm -> head blocks -> scores
-    backward   head blocks -> norm -> [layer L-1: every work, recomputed from h_(L-1)] -> gradient complete -> sink -> ... -> embedding
+    backward   head blocks -> norm -> [layer L-1: every work, recomputed from h_(L-1)] -> its gradient, whole -> sink -> ...
 
 So a layer's weights come twice a step whatever the number of micro-batches, the gradient of a layer is whole before the next one
 exists, and only the hidden states between layers are kept. Accumulation is exact: the same sums in the same order as plain
-autograd that runs the works one after the other. The gradient of the head is dropped and computed again when it spans several blocks,
-for its norm must be known before its first row moves; a tied matrix moves once, after both uses.
+autograd that runs the works one after the other. The gradient of the head is dropped and computed again when it spans several
+blocks, for its norm must be known before its first row moves; a tied matrix moves once, after both uses.
 
 Left out on purpose: dropout (recomputation would need its random state; policies here have none).
 
@@ -229,7 +229,7 @@ class LayerMajor:
             squares = self._tie(head, ids_U, rows_UD)
         release(self.residency.outer)
         groups = [(OUTER, squared_norm(outer.values(), self.device)), (rows.group, squares)]
-        if not all([sink.passes(group, value) for group, value in groups]):
+        if not all(sink.passes(group, value) for group, value in groups):
             return False
         if not sink.moves:
             return True

@@ -74,7 +74,7 @@ def start(kind: Kind, call: str, descriptors: list[int]) -> subprocess.Popen[byt
     else:
         command = python_command(outside, call)
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONHASHSEED": "0"}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     return subprocess.Popen(
         command, pass_fds=descriptors, env=environment | threads, stdin=subprocess.DEVNULL, start_new_session=True
     )

@@ -69,7 +69,9 @@ def set_rlimits(limits: Limits) -> None:
 def new_namespaces() -> None:
     """Move the children of this process into namespaces of their own; needs no privilege but user namespaces."""
     user, group = os.getuid(), os.getgid()
-    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+    kernel.unshare(
+        kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    )
     kernel.map_ids(INNER_ID, user, group)
 
 

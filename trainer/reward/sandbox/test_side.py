@@ -1,10 +1,10 @@
 """The test side: takes jobs from the trainer, runs the tests against a jailed candidate, keeps the clock, gives the verdict.
 
-{"style": "function", "text", "preamble", "entry_point", "tests": [source, ...], "limits"}
-    a fork runs the tests, the candidate's functions are proxies in it; the verdict comes over a pipe of the fork's own
-{"style": "program", "text", "preamble", "cases": [{"stdin", "stdout"}, ...], "limits"}
-    nothing but comparing text: done here, one jailed run of the program per case
--> [index, status, score, detail, seconds]      score: share of tests passed; 1 only when all did
+    {"style": "function", "text", "preamble", "entry_point", "tests": [source, ...], "limits"}
+        a fork runs the tests, the candidate's functions are proxies in it; the verdict comes over a pipe of the fork's own
+    {"style": "program", "text", "preamble", "cases": [{"stdin", "stdout"}, ...], "limits"}
+        nothing but comparing text: done here, one jailed run of the program per case
+    -> [index, status, score, detail, seconds]      score: share of tests passed; 1 only when all did
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def run_tests(job: dict[str, Any], stream: socket.socket, write_end: int, limits
     try:
         jail.close_all_but(stream.fileno(), write_end)
         jail.shut(
-            jail.Limits(cpu_seconds=limits.cpu_seconds + 1, memory_bytes=TESTS_MEMORY_BYTES, open_files=32, scratch_bytes=1024**2)
+            jail.Limits(
+                cpu_seconds=limits.cpu_seconds + 1, memory_bytes=TESTS_MEMORY_BYTES, open_files=32, scratch_bytes=1024**2
+            )
         )
         finding = tests.judge(job, stream)
         os.write(write_end, codec.dumps(finding))
