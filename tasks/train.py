@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from tasks.command import main
 from tasks.registry import StagePaths
+from trainer.anchors.store import Origin, open_anchors
 from trainer.config import CampaignConfig
 from trainer.errors import ConfigError
+from trainer.files import read_manifest
 from trainer.learn.anchored import AnchorTerm
 from trainer.learn.learner import Learner
 from trainer.metrics import METRICS, RunWriter, read_lines
@@ -84,9 +86,8 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
-        from trainer.anchors.store import load_anchors
-
-        store = load_anchors(paths.inputs["anchors"])
+        base = read_manifest(paths.inputs["base"]) or {}
+        store = open_anchors(paths.inputs["anchors"], Origin(base["content_sha256"], base["tokenizer_hash"]))
         anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
     return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)
 

@@ -6,39 +6,46 @@ Legend: T completion tokens, K cached tokens at each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from trainer.learn.batch import Sequences, split_micro_batches
+from trainer.learn.batch import make_sequences, split_micro_batches
 from trainer.learn.kl import anchored_kl
 from trainer.learn.logprobs import TokenScorer
 from trainer.learn.tally import Tally
 from trainer.types import derive_seed
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """Some anchored completions, their cached distributions flat over all tokens in the order of the sequences."""
+class AnchorBatch(Protocol):
+    """Some anchored completions; cached distributions are flat over all their tokens, on the host."""
 
-    sequences: Sequences
-    top_ids_TK: torch.Tensor  # int64
-    top_logprobs_TK: torch.Tensor  # float32
-    tail_T: torch.Tensor  # float32: log of the mass outside the top K; -inf where K is the vocabulary
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def completions(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def top_ids_TK(self) -> torch.Tensor:
+        """int64"""
+        ...
+
+    @property
+    def top_logprobs_TK(self) -> torch.Tensor:
+        """float32, natural log"""
+        ...
+
+    @property
+    def tail_T(self) -> torch.Tensor:
+        """float32: log of the mass outside the top K; -inf where K is the vocabulary"""
+        ...
 
 
 class AnchorSource(Protocol):
-    """Where anchored completions come from."""
+    """Where anchored completions come from: trainer.anchors.store.AnchorStore, or a few made by hand."""
 
-    def __len__(self) -> int:
-        """Number of anchored completions."""
-        ...
-
-    def take(self, indices: Sequence[int]) -> Anchors:
-        """Return some of them, on the host."""
-        ...
+    def __len__(self) -> int: ...
+    def take(self, indices: Sequence[int]) -> AnchorBatch: ...
 
 
 class AnchorTerm:
@@ -79,7 +86,7 @@ class AnchorTerm:
         """
         anchors = self.source.take(self.indices(update))
         device = scorer.model.device
-        sequences, divisor = anchors.sequences.to(device), anchors.sequences.num_tokens
+        sequences, divisor = make_sequences(anchors.prompts, anchors.completions).to(device), len(anchors.tail_T)
         top_ids_TK, top_TK, tail_T = (t.to(device) for t in (anchors.top_ids_TK, anchors.top_logprobs_TK, anchors.tail_T))
         total = torch.zeros((), device=device)
         everything_M = torch.arange(len(sequences.start_N))

@@ -150,15 +150,19 @@ class Learner:
         if self.algorithm.off_policy.mode == "decoupled":
             old_T = self._score(batch, active, self.scorer)
             weight_T = decoupled_weight(old_T, batch.rollout_T, self.algorithm.off_policy.truncation)
-            tally.set("off_policy/weight_mean", weight_T.mean())
-            tally.set("off_policy/effective_sample_fraction", effective_sample_fraction(weight_T))
-            kept_T = weight_T < self.algorithm.off_policy.truncation
-            tally.set("off_policy/kept_fraction", kept_T.double().mean())
+            self._tally_weights(weight_T[active_N.repeat_interleave(batch.length_N).to(weight_T.device)], tally)
         reference_T = None
         if self.reference is not None:
             with self.reference.active():
                 reference_T = self._score(batch, active, self.reference.scorer)
         return Prepared(batch, advantage_N.float().to(self.policy.device), trains_N, active_N, old_T, weight_T, reference_T)
+
+    def _tally_weights(self, weight_T: torch.Tensor, tally: Tally) -> None:
+        """Count how far the decoupled weights are from 1 over the tokens that train."""
+        if len(weight_T):
+            tally.set("off_policy/weight_mean", weight_T.mean())
+            tally.set("off_policy/effective_sample_fraction", effective_sample_fraction(weight_T))
+            tally.set("off_policy/kept_fraction", (weight_T < self.algorithm.off_policy.truncation).double().mean())
 
     @torch.no_grad()
     def _score(self, batch: Batch, samples_M: torch.Tensor, scorer: TokenScorer) -> torch.Tensor:

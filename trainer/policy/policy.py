@@ -73,7 +73,7 @@ def build_policy(base: PreTrainedModel, train: Train, seed: int) -> Policy:
     """
     silence_dropout(base)
     if train.activation_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.activation_checkpointing_enable({"use_reentrant": False})
     base.requires_grad_(train.method == "full")
     adapter = add_lora(base, train.lora, seed) if train.method == "lora" else None
     base.eval()
