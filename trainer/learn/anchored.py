@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.learn.batch import make_sequences, split_micro_batches
+from trainer.engine.port import Term, TokenScores, Work
+from trainer.learn.batch import MicroBatch, make_sequences, split_micro_batches
 from trainer.learn.kl import anchored_kl
-from trainer.learn.logprobs import TokenScorer
 from trainer.learn.tally import Tally
 from trainer.types import derive_seed
 
@@ -75,27 +75,28 @@ class AnchorTerm:
             self._epoch, self._order = epoch, generator.permutation(len(self.source))
         return int(self._order[offset])
 
-    def backward(self, scorer: TokenScorer, update: int, coefficient: float, tally: Tally) -> torch.Tensor:
-        """Add the gradient of coefficient x mean anchored KL per token, and return that value.
+    def terms(self, update: int, coefficient: float, tally: Tally, device: torch.device) -> list[Term]:
+        """Return the forward passes of an optimizer step's anchors, and coefficient x mean anchored KL per token as their loss.
 
         Args:
-            scorer: of the policy.
             update: number of the optimizer step.
             coefficient: of the KL term.
             tally: takes `kl/mean` and `loss/kl`.
+            device: of the policy.
         """
         anchors = self.source.take(self.indices(update))
-        device = scorer.model.device
         sequences, divisor = make_sequences(anchors.prompts, anchors.completions).to(device), len(anchors.tail_T)
         top_ids_TK, top_TK, tail_T = (t.to(device) for t in (anchors.top_ids_TK, anchors.top_logprobs_TK, anchors.tail_T))
-        total = torch.zeros((), device=device)
         everything_M = torch.arange(len(sequences.start_N))
-        for micro in split_micro_batches(sequences, everything_M, self.micro_batch_tokens):
-            scores = scorer.score(micro.input_ids_BS, micro.where_T, top_ids_TK[micro.token_T])
-            kl_T = anchored_kl(scores.logprobs_TK, top_TK[micro.token_T], tail_T[micro.token_T])
-            loss = coefficient * kl_T.sum() / divisor
-            loss.backward()
-            total += loss.detach()
-            tally.add("kl/mean", kl_T)
-            tally.total("loss/kl", loss)
-        return total
+
+        def term(micro: MicroBatch) -> Term:
+            def loss(scores: TokenScores) -> torch.Tensor:
+                kl_T = anchored_kl(scores.logprobs_TK, top_TK[micro.token_T], tail_T[micro.token_T])
+                part = coefficient * kl_T.sum() / divisor
+                tally.add("kl/mean", kl_T)
+                tally.total("loss/kl", part)
+                return part
+
+            return Term(Work(micro.input_ids_BS, micro.where_T, top_ids_TK[micro.token_T]), loss)
+
+        return [term(micro) for micro in split_micro_batches(sequences, everything_M, self.micro_batch_tokens)]

@@ -73,16 +73,23 @@ class Journal:
         if not len(index_N):
             return
         dense = len(index_N) * (_INDEX_BYTES + old_N.element_size()) >= old_N.numel() * old_N.element_size()
-        values = (old_N.clone() if dense else old_N[index_N]).cpu()
-        index = None if dense else index_N.to(torch.int32).cpu()
+        self._add(unit, begin, len(old_N), None if dense else index_N, old_N if dense else old_N[index_N])
+
+    def keep_at(self, unit: str, index_N: Tensor, values_N: Tensor) -> None:
+        """Keep old values of elements anywhere in a unit's buffer."""
+        self._add(unit, 0, 2**31 - 1, index_N, values_N)
+
+    def _add(self, unit: str, begin: int, length: int, index_N: Tensor | None, values_N: Tensor) -> None:
+        values = values_N.to("cpu", copy=True)
+        index = None if index_N is None else index_N.to("cpu", torch.int32)
         self.num_bytes += values.nbytes + (0 if index is None else index.nbytes)
         if self._file is None:
-            self._entries.append(Entry(unit, begin, len(old_N), index, values))
+            self._entries.append(Entry(unit, begin, length, index, values))
             return
         if index is not None:
             self._file.write(index.numpy().tobytes())
         self._file.write(values.view(torch.uint8).numpy().tobytes())
-        self._places.append((unit, begin, len(old_N), -1 if index is None else len(index), values.dtype))
+        self._places.append((unit, begin, length, -1 if index is None else len(index), values.dtype))
 
     def entries(self) -> Iterator[Entry]:
         """Yield everything that was kept since `clear`, oldest first; a chunk changes once a step, so any order will do."""
@@ -115,6 +122,24 @@ class UnitUndo:
 
     def keep(self, half: Half, begin: int, old_N: Tensor, changed_N: Tensor) -> None:
         self.journal.keep(self.unit if half == "high" else low_of(self.unit), self.start + begin, old_N, changed_N)
+
+
+@dataclass(frozen=True)
+class RowsUndo:
+    """The journal as `apply_update` sees it when it is given some rows of a part, laid end to end."""
+
+    journal: Journal
+    unit: str
+    start: int
+    rows_U: Tensor
+    width: int
+
+    def keep(self, half: Half, begin: int, old_N: Tensor, changed_N: Tensor) -> None:
+        index_N = changed_N.nonzero().squeeze(1)
+        at_N = index_N + begin
+        row_N = self.rows_U[torch.div(at_N, self.width, rounding_mode="floor")]
+        where_N = self.start + row_N * self.width + at_N % self.width
+        self.journal.keep_at(self.unit if half == "high" else low_of(self.unit), where_N, old_N[index_N])
 
 
 def low_of(unit: str) -> str:

@@ -72,26 +72,44 @@ def _unit_rms(values: Tensor, dim: int) -> None:
 # -- rounding -------------------------------------------------------------------------------------------------------
 
 
-def random_halves(seed: int, start: int, count: int, device: torch.device) -> Tensor:
+def random_halves(
+    seed: int, start: int, count: int, device: torch.device, rows_U: Tensor | None = None, width: int = 0
+) -> Tensor:
     """Return 16 random bits for each of some elements as int16 [count].
 
     Args:
         seed: of (step, parameter), 0 <= seed < 2**63.
-        start: index of the first element within its parameter.
+        start: index of the first element within its parameter; with `rows_U` within those rows laid end to end.
         count: number of elements.
+        rows_U: rows of the parameter that the elements are of; None: all, one after the other.
+        width: of a row.
     """
     first = start >> 1
     pairs = ((start + count + 1) >> 1) - first
-    assert first + pairs < 2**31, "a parameter of more than 2**32 elements"
+    if rows_U is None:
+        assert first + pairs < 2**31, "a parameter of more than 2**32 elements"
+        x = torch.arange(first, first + pairs, dtype=torch.int32, device=device)
+    elif width % 2 == 0:
+        half = width // 2
+        x = torch.arange(first, first + pairs, device=device)
+        x = (rows_U[torch.div(x, half, rounding_mode="floor")] * half + x % half).to(torch.int32)
+    else:
+        element = torch.arange(start, start + count, device=device)
+        element = rows_U[torch.div(element, width, rounding_mode="floor")] * width + element % width
+        bits = _hash((element >> 1).to(torch.int32), seed).to(torch.int32)
+        return torch.where(element % 2 == 0, (bits << 16) >> 16, bits >> 16).to(torch.int16)
+    return _hash(x, seed).view(torch.int16)[start & 1 :][:count]
+
+
+def _hash(x: Tensor, seed: int) -> Tensor:
+    """Hash int32 counters in place (lowbias32, with the seed mixed in twice)."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0x7FFFFFFF
-    x = torch.arange(first, first + pairs, dtype=torch.int32, device=device)
     x.add_(low - 2**32 if low >= 2**31 else low)
     scratch = torch.empty_like(x)
     _fold(x, scratch, 16).mul_(_MULTIPLIERS[0])
     x.bitwise_xor_(high)
     _fold(x, scratch, 15).mul_(_MULTIPLIERS[1])
-    _fold(x, scratch, 16)
-    return x.view(torch.int16)[start & 1 :][:count]
+    return _fold(x, scratch, 16)
 
 
 def _fold(x: Tensor, scratch: Tensor, shift: int) -> Tensor:
@@ -101,18 +119,19 @@ def _fold(x: Tensor, scratch: Tensor, shift: int) -> Tensor:
     return x.bitwise_xor_(scratch)
 
 
-def round_stochastic(values_N: Tensor, seed: int, start: int = 0) -> Tensor:
+def round_stochastic(values_N: Tensor, seed: int, start: int = 0, rows_U: Tensor | None = None, width: int = 0) -> Tensor:
     """Return float32 values rounded to bfloat16, up or down with the probability that keeps the mean.
 
     Args:
         values_N: float32, contiguous [N].
         seed: of (step, parameter).
-        start: index of the first element within its parameter.
+        start, rows_U, width: where the elements lie in their parameter, as in `random_halves`.
     """
     rounded_N = torch.empty(values_N.shape, dtype=torch.bfloat16, device=values_N.device)
     for begin in range(0, len(values_N), CHUNK):
         part = values_N[begin : begin + CHUNK]
-        bits = random_halves(seed, start + begin, len(part), part.device).to(torch.int32).add_(2**15)
+        halves = random_halves(seed, start + begin, len(part), part.device, rows_U, width)
+        bits = halves.to(torch.int32).add_(2**15)
         bits.add_(part.view(torch.int32))
         rounded_N[begin : begin + CHUNK].view(torch.int16).copy_(bits.view(torch.int16)[1::2])
     return rounded_N
@@ -205,6 +224,8 @@ def apply_update(
     decays: bool,
     low_N: Tensor | None = None,
     start: int = 0,
+    rows_U: Tensor | None = None,
+    width: int = 0,
     undo: Undo | None = None,
     movement: Movement | None = None,
 ) -> None:
@@ -217,7 +238,7 @@ def apply_update(
         seed: of (step, parameter).
         decays: whether weight decay applies to this parameter.
         low_N: int16, the lower halves of bfloat16 weights that are kept split [N].
-        start: index of the first element within its parameter.
+        start, rows_U, width: where the elements lie in their parameter, as in `random_halves`.
         undo: takes old values first.
         movement: takes sums of what happened.
     """
@@ -236,7 +257,7 @@ def apply_update(
         elif low is not None:
             new, new_low = split(target)
         elif step.rounding == "stochastic":
-            new = round_stochastic(target, seed, start + begin)
+            new = round_stochastic(target, seed, start + begin, rows_U, width)
         else:
             new = target.to(stored.dtype)
         if movement is not None:
