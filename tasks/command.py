@@ -8,14 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from tasks.registry import STAGES, get_stage
-from tasks.stage import run_stage, stop_on_signals
+from tasks.record import Status
+from tasks.registry import STAGES, Stage, get_stage
+from tasks.stage import die_with_parent, run_stage, stop_on_signals
+from tasks.tracking import PARENT_TRACKS, Session
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
-from trainer.errors import TitheError
+from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json
+
+FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -26,6 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, help="run directory (default: runs/<campaign>-<hash> in the workspace)")
     parser.add_argument("--force", action="store_true", help="run even when the artifact is current")
     parser.add_argument("--no-tracking", action="store_true", help="do not mirror metrics to MLflow")
+    parser.add_argument("--stages", type=load_stages, default=STAGES, help="the list of stages, as module:NAME", metavar="LIST")
     return parser.parse_args(arguments)
 
 
@@ -39,16 +46,46 @@ def limit_threads(config: CampaignConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
+def load_stages(name: str) -> tuple[Stage, ...]:
+    """Return the list of stages that `module:NAME` names."""
+    module, _, attribute = name.partition(":")
+    stages: tuple[Stage, ...] = getattr(import_module(module), attribute)
+    return stages
+
+
+def run_stages(workspace: Workspace, stages: Sequence[Stage], force: bool = False, tracking: bool = True) -> None:
+    """Run stages in order, mirrored to MLflow unless a flow does that for them or tracking is off."""
+    session = Session(workspace) if tracking and PARENT_TRACKS not in os.environ else None
+    status: Status = "FAILED"
+    problem: str | None = None
+    try:
+        for stage in stages:
+            run_stage(workspace, stage, force, on_start=session.start if session else None)
+            print(f"{stage.name}: {workspace.artifact(stage.artifact)}", flush=True)
+        status = "FINISHED"
+    except StopRequested as stop:
+        status, problem = "KILLED", str(stop)
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if session:
+            session.end(status, problem)
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         config = read_config(options.config or options.workspace / "params.yaml")
         limit_threads(config)
         stop_on_signals()
-        workspace = Workspace(options.workspace.resolve(), config, options.run_dir and options.run_dir.resolve())
-        for stage in STAGES if options.stage == "all" else (get_stage(options.stage),):
-            run_stage(workspace, stage, options.force)
-            print(f"{stage.name}: {workspace.artifact(stage.artifact)}")
+        if FLOW_PID in os.environ:
+            die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))
+        run_directory = options.run_dir and options.run_dir.resolve()
+        workspace = Workspace(options.workspace.resolve(), config, run_directory, options.stages)
+        stages = options.stages if options.stage == "all" else (get_stage(options.stage, options.stages),)
+        run_stages(workspace, stages, options.force, not options.no_tracking)
     except TitheError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

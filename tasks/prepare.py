@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN_BAD_ROWS = 10
+_ROWS_A_BEAT = 1000
 _NO_TEXT = object()
 
 
@@ -189,7 +190,9 @@ class _Candidate:
     scorer: dict[str, Any]
 
 
-def read_source(source: PromptSource, key: str, seed: int, encoder: PromptEncoder) -> tuple[list[_Candidate], list[BadRow]]:
+def read_source(
+    source: PromptSource, key: str, seed: int, encoder: PromptEncoder, progress: Callable[[int], None]
+) -> tuple[list[_Candidate], list[BadRow]]:
     """Return a source's usable rows and its bad ones.
 
     Raises:
@@ -198,7 +201,9 @@ def read_source(source: PromptSource, key: str, seed: int, encoder: PromptEncode
     good: list[_Candidate] = []
     bad: list[BadRow] = []
     first: Row | None = None
-    for row in read_rows(source, key, seed):
+    for count, row in enumerate(read_rows(source, key, seed)):
+        if count % _ROWS_A_BEAT == 0:
+            progress(count)
         if isinstance(row, BadRow):
             bad.append(row)
             continue
@@ -308,9 +313,12 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     found: list[tuple[PromptSource, list[_Candidate]]] = []
     bad: list[BadRow] = []
     for index, source in enumerate(config.prepare.sources):
-        writer.heartbeat(f"reading {source.source}", index, len(config.prepare.sources))
+
+        def beat(count: int, source: PromptSource = source) -> None:
+            writer.heartbeat(f"reading {source.source}", count, source.num_rows or 0)
+
         seed = derive_seed(config.campaign.seed, "prepare", source.name)
-        good, wrong = read_source(source, f"prepare.sources.{index}", seed, encoder)
+        good, wrong = read_source(source, f"prepare.sources.{index}", seed, encoder, beat)
         found.append((source, good))
         bad += wrong
     report_bad_rows(bad, len(bad) + sum(len(candidates) for _, candidates in found))

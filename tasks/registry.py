@@ -8,11 +8,11 @@ named by its module, `tasks.<name>`, which holds `run(config, paths) -> dict of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tasks.sources import prompt_files
 from trainer.config import CampaignConfig
@@ -46,13 +46,15 @@ class Stage:
     params: tuple[str, ...]  # dotted configuration keys that its result depends on
     code: tuple[str, ...]  # files and folders of this repository that its result depends on
     metrics: tuple[str, ...] = ()  # files inside the artifact that `dvc metrics` shows
-    plots: tuple[str, ...] = ()  # files inside the artifact that `dvc plots` shows
+    plots: tuple[tuple[str, tuple[str, ...]], ...] = ()  # CSV files inside it and their columns that `dvc plots` shows
     external: Callable[[CampaignConfig], list[Path]] | None = None  # files of the user's own that it reads
+    upload: Literal["", "stage", "campaign"] = ""  # MLflow run that gets the artifact's small files; big ones are references
+    module: str = ""  # module that holds `run`; empty is tasks.<name>
 
     @property
     def function(self) -> StageFunction:
         """The stage's plain function; importing it may import torch."""
-        function: StageFunction = import_module(f"tasks.{self.name}").run
+        function: StageFunction = import_module(self.module or f"tasks.{self.name}").run
         return function
 
 
@@ -85,7 +87,8 @@ STAGES: tuple[Stage, ...] = (
         ("prompts", "base", "anchors"),
         ("train", "reward", "campaign.seed"),
         ("tasks/train.py", "trainer"),
-        plots=("curve.csv",),
+        plots=(("curve.csv", ("reward_mean", "heldout_accuracy", "kl_mean")),),
+        upload="stage",
     ),
     Stage(
         "merge",
@@ -99,16 +102,27 @@ STAGES: tuple[Stage, ...] = (
         "evaluate",
         "evaluation",
         ("prompts", "base", "merged"),
-        ("evaluate", "reward", "train.sampling.max_completion_tokens", "campaign.seed"),
-        ("tasks/evaluate.py", "trainer/policy", "trainer/rollout", "trainer/reward"),
+        ("evaluate", "reward", "train.sampling.max_completion_tokens", "train.stages", "campaign.seed"),
+        (
+            "tasks/evaluate.py",
+            "trainer/evaluation.py",
+            "trainer/statistics.py",
+            "trainer/prompts.py",
+            "trainer/schedule/judge.py",
+            "trainer/policy",
+            "trainer/rollout",
+            "trainer/reward",
+        ),
         metrics=("evaluation.json",),
+        upload="stage",
     ),
     Stage(
         "report",
         "report",
         ("prompts", "policy", "evaluation"),
         ("report", "campaign.name"),
-        ("tasks/report.py",),
+        ("tasks/report.py", "tasks/report.html.j2", "tasks/charts.py"),
+        upload="campaign",
     ),
 )
 
@@ -116,8 +130,9 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
 
 
-def get_stage(name: str) -> Stage:
+def get_stage(name: str, stages: Sequence[Stage] = STAGES) -> Stage:
     """Return a stage by name; an unknown name is a ConfigError with the nearest valid one."""
-    if name not in BY_NAME:
-        raise ConfigError("stage", name, "no such stage; " + nearest(name, BY_NAME))
-    return BY_NAME[name]
+    by_name = {stage.name: stage for stage in stages}
+    if name not in by_name:
+        raise ConfigError("stage", name, "no such stage; " + nearest(name, by_name))
+    return by_name[name]

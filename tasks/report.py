@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ PAGE = "report.html"
 MAX_EVENTS = 300
 MAX_TEXT_CHARACTERS = 4000
 PACKAGES = ("torch", "transformers", "peft", "prefect", "mlflow", "dvc")
+METRICS_IN_ORDER = ("greedy_accuracy", "mean_reward", "mean_length", "truncated_fraction")
 LOUD_EVENTS = ("skip", "rollback", "alarm", "resume")  # drawn into the curves
 
 
@@ -57,15 +59,23 @@ CHARTS: tuple[Chart, ...] = (
         (0.0, 1.0),
     ),
     Chart("Divergence from the base", "Mean KL per token.", {"kl/mean": "KL"}, (0.0, None)),
+    Chart("Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy": "entropy"}, (0.0, None)),
+    Chart("Completion length", "Tokens.", {"completion/length_mean": "mean", "completion/length_max": "longest"}, (0.0, None)),
+    Chart("Gradient norm", "Before clipping.", {"grad/norm": "mean of the step"}, (0.0, None)),
+    Chart("Learning rate", "", {"lr": "learning rate"}, (0.0, None)),
+    Chart("Throughput", "Samples per second, sampled and learned.", {"throughput/samples_per_second": "samples/s"}, (0.0, None)),
     Chart(
-        "Entropy", "Mean per token; a fast fall to zero means that exploration ended.", {"entropy/mean": "entropy"}, (0.0, None)
+        "Without signal",
+        "Share of groups whose rewards all agree: they teach nothing.",
+        {"reward/zero_variance_fraction": "share of groups"},
+        (0.0, 1.0),
     ),
-    Chart("Completion length", "Tokens.", {"length/mean": "mean", "length/max": "longest"}, (0.0, None)),
-    Chart("Gradient norm", "Before clipping.", {"grad/norm": "norm"}, (0.0, None)),
-    Chart("Learning rate", "", {"optimizer/learning_rate": "learning rate"}, (0.0, None)),
-    Chart("Throughput", "Samples per second.", {"throughput/samples_per_second": "sampled and learned"}, (0.0, None)),
+    Chart("Clipped", "Share of tokens whose ratio was clipped.", {"clip/fraction": "share of tokens"}, (0.0, None)),
     Chart(
-        "Signal", "Share of groups whose rewards all agree: they teach nothing.", {"reward/zero_variance": "share"}, (0.0, 1.0)
+        "Mismatch",
+        "Mean distance between the sampler's log-probs and the learner's.",
+        {"mismatch/mean_abs_logprob": "log-prob"},
+        (0.0, None),
     ),
 )
 
@@ -78,7 +88,9 @@ class Page:
     headline: list[dict[str, Any]] = field(default_factory=list)
     about_evaluation: str = ""
     intervals: str = ""
+    verdicts: list[tuple[str, str]] = field(default_factory=list)
     charts: list[dict[str, Any]] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)
     event_counts: list[tuple[str, int]] = field(default_factory=list)
     events: list[dict[str, str]] = field(default_factory=list)
     num_events_left_out: int = 0
@@ -116,7 +128,7 @@ def gather(config: CampaignConfig, paths: StagePaths) -> Page:
     """Collect what there is to tell."""
     page = Page(title=config.campaign.name)
     add_evaluation(page, paths.inputs.get("evaluation"), config)
-    add_samples(page, paths.inputs.get("evaluation"), config.report.num_examples)
+    add_samples(page, paths.inputs.get("evaluation"), config)
     add_training(page, paths.runs.get("train"), paths.inputs.get("policy"))
     add_configuration(page, config)
     add_provenance(page, paths)
@@ -132,7 +144,7 @@ def add_evaluation(page: Page, artifact: Path | None, config: CampaignConfig) ->
         return
     base, trained, gain = (tree.get(name, {}) for name in ("base", "trained", "difference"))
     rows = []
-    for name in [*trained, *(name for name in base if name not in trained)]:
+    for name in sorted({*base, *trained}, key=_place):
         before, after = as_interval(base.get(name)), as_interval(trained.get(name))
         if before is None and after is None:
             continue
@@ -151,7 +163,22 @@ def add_evaluation(page: Page, artifact: Path | None, config: CampaignConfig) ->
         page.intervals = interval_chart("Before and after with their intervals", rows)
     facts = [f"{tree['num_prompts']:,} prompts of split {tree['split']}"] if {"num_prompts", "split"} <= tree.keys() else []
     facts.append(f"{config.evaluate.samples_per_prompt} samples each at temperature {config.evaluate.temperature:g}")
+    page.verdicts = [
+        (name, _verdicts(side["statuses"])) for name, side in (("base", base), ("trained", trained)) if side.get("statuses")
+    ]
     page.about_evaluation = f"{', '.join(facts)}; {config.evaluate.confidence:.0%} intervals from resampling the prompts."
+
+
+def _place(metric: str) -> tuple[int, int, str]:
+    """Return the place of a metric in the table: pass@k by k, then the known ones, then the rest."""
+    if metric.startswith("pass@"):
+        return 0, int(metric.removeprefix("pass@")), metric
+    return 1, METRICS_IN_ORDER.index(metric) if metric in METRICS_IN_ORDER else len(METRICS_IN_ORDER), metric
+
+
+def _verdicts(statuses: Mapping[str, int]) -> str:
+    total = sum(statuses.values()) or 1
+    return ", ".join(f"{name} {count / total:.1%}" for name, count in sorted(statuses.items(), key=lambda item: -item[1]))
 
 
 def as_interval(value: Any) -> tuple[float, float, float] | None:
@@ -186,20 +213,25 @@ def _gain(
     return {"value": value, "interval": f"{interval} points".strip() if share else interval}
 
 
-def add_samples(page: Page, artifact: Path | None, num_examples: int) -> None:
-    if num_examples == 0:
+def add_samples(page: Page, artifact: Path | None, config: CampaignConfig) -> None:
+    if config.report.num_examples == 0:
         return
     lines = read_lines(artifact / "samples.jsonl") if artifact is not None else []
     if not lines:
         page.missing.append("no samples.jsonl: no answers can be shown")
     changed_first = sorted(lines, key=lambda line: _score(line, "trained") == _score(line, "base"))
-    for line in changed_first[:num_examples]:
+    for line in changed_first[: config.report.num_examples]:
         page.samples.append(
             {
                 "prompt": _cut(str(line.get("prompt", ""))),
                 "answer": _cut(str(line.get("answer", ""))),
                 "sides": [
-                    {"name": title, "text": _cut(str(line.get(side, {}).get("text", ""))), "score": _score(line, side)}
+                    {
+                        "name": title,
+                        "text": _cut(str(line.get(side, {}).get("text", ""))),
+                        "score": _score(line, side),
+                        "right": (_score(line, side) or 0.0) >= config.evaluate.correct_at,
+                    }
                     for side, title in (("base", "before"), ("trained", "after"))
                 ],
             }
@@ -224,7 +256,8 @@ def add_training(page: Page, run: Path | None, policy: Path | None) -> None:
     events = read_lines(run / EVENTS) if run is not None else []
     if not metrics:
         page.missing.append("no metrics.jsonl in the run directory and no curve.csv in the policy: there are no curves")
-    marks = [(float(e["step"]), e["kind"]) for e in events if e.get("kind") in LOUD_EVENTS and e.get("step") is not None]
+    marks = [(float(e["step"]), str(e["kind"])) for e in events if e.get("kind") in LOUD_EVENTS and e.get("step") is not None]
+    marks += [(after[0], "next RL stage") for before, after in pairwise(metrics.get("stage/index", [])) if before[1] != after[1]]
     for chart in CHARTS:
         series = [
             Series(label, tuple(metrics[name]), noisy=not name.startswith("heldout/"))
@@ -236,7 +269,7 @@ def add_training(page: Page, run: Path | None, policy: Path | None) -> None:
             svg = line_chart(chart.title, series, chart.bounds, marks[:50])
             page.charts.append({"title": chart.title, "note": chart.note, "legend": legend, "svg": svg})
         elif metrics:
-            page.missing.append(f"no {' or '.join(chart.metrics)} in the metrics: no chart of {chart.title.lower()}")
+            page.not_measured.append(chart.title.lower())
     page.event_counts = sorted(Counter(str(e.get("kind")) for e in events).items())
     loud = [e for e in events if e.get("kind") not in ("sync", "checkpoint")] or events
     page.num_events_left_out = len(events) - len(loud[:MAX_EVENTS])
@@ -251,11 +284,12 @@ def read_metrics(run: Path | None, policy: Path | None) -> dict[str, list[tuple[
         for name, value in line.get("metrics", {}).items():
             _append(series, name, line["step"], value)
     if not series and policy is not None and (policy / "curve.csv").exists():
+        from tasks.train import CURVE_COLUMNS
+
         with open(policy / "curve.csv", newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                for name, value in row.items():
-                    if name != "step":
-                        _append(series, name, row["step"], value)
+                for column, name in CURVE_COLUMNS.items():
+                    _append(series, name, row["step"], row.get(column))
     return series
 
 
@@ -334,7 +368,7 @@ def add_provenance(page: Page, paths: StagePaths) -> None:
     page.provenance += [("python", sys.version.split()[0]), *_versions(PACKAGES)]
     overrides = [f"-S {shlex.quote(f'{key}={value}')}" for key, _, value in page.differences]
     checkout = [f"git checkout {commit.split(' ')[0]}"] if commit else []
-    page.commands = [*checkout, "make setup", " ".join([".venv/bin/tithe run params.yaml", *overrides])]
+    page.commands = [*checkout, "make setup", " ".join([".venv/bin/tithe run", *overrides])]
 
 
 def git_commit(repository: Path) -> str | None:
@@ -373,3 +407,9 @@ def _json_or_none(page: Page, directory: Path | None, name: str, otherwise: str)
         return None
     tree = read_json(directory / name)
     return tree if isinstance(tree, dict) else None
+
+
+if __name__ == "__main__":
+    from tasks.command import main
+
+    sys.exit(main(["report", *sys.argv[1:]]))

@@ -6,38 +6,28 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
+import ctypes
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tasks.locks import hold
+from tasks.record import begin, finish, flatten, git_tags, numbers
 from tasks.registry import Stage
-from tasks.workspace import Workspace, params_of
-from trainer.errors import BusyError, DataError, StopRequested
-from trainer.files import damage, new_directory, read_manifest, write_manifest
+from tasks.workspace import REPOSITORY, Workspace, params_of
+from trainer.errors import DataError, StopRequested
+from trainer.files import damage, new_directory, read_json, read_manifest, write_manifest
 from trainer.metrics import RunWriter
 
+_PR_SET_PDEATHSIG = 1
 
-@contextmanager
-def stage_lock(workspace: Workspace, stage: Stage) -> Iterator[None]:
-    """Hold the only right to write a stage's artifact; the lock dies with its process."""
-    path = workspace.root / ".tithe" / f"{stage.name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise BusyError(
-                f"stage {stage.name} already runs in {workspace.root} (pid {file.read().strip()}); wait or stop it"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+
+def stage_lock(workspace: Workspace, stage: Stage) -> AbstractContextManager[None]:
+    """Hold the only right to write a stage's artifact."""
+    return hold(workspace.root / ".tithe" / f"{stage.name}.lock", f"stage {stage.name} already runs in {workspace.root}")
 
 
 def stop_on_signals() -> None:
@@ -50,8 +40,14 @@ def stop_on_signals() -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-def run_stage(workspace: Workspace, stage: Stage, force: bool = False) -> dict[str, Any]:
+def run_stage(
+    workspace: Workspace, stage: Stage, force: bool = False, on_start: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """Bring a stage's artifact up to date and return its manifest.
+
+    Args:
+        force: run it even when the artifact is current.
+        on_start: called when it is not, before the stage begins.
 
     Raises:
         DataError: an input is missing or damaged. BusyError: somebody else runs it. Any TitheError of the stage itself.
@@ -67,13 +63,59 @@ def run_stage(workspace: Workspace, stage: Stage, force: bool = False) -> dict[s
             manifest = read_manifest(target)
             assert manifest is not None
             return manifest
-        key = workspace.key(stage)
-        inputs = {name: (read_manifest(workspace.artifact(name)) or {})["content_sha256"] for name in stage.inputs}
-        with new_directory(target) as out:
-            paths = workspace.paths(stage, out)
-            paths.run.mkdir(parents=True, exist_ok=True)
-            facts = stage.function(workspace.config, paths)
-            made_from = {"key": key, "params": params_of(stage, workspace.config), "inputs": inputs}
-            manifest = write_manifest(out, {"stage": stage.name, **made_from, **facts})
-        RunWriter(workspace.run / stage.name).result({"key": key, **facts})
-        return manifest
+        if on_start is not None:
+            on_start()
+        with recorded(workspace, stage):
+            return _make(workspace, stage, target)
+
+
+def _make(workspace: Workspace, stage: Stage, target: Path) -> dict[str, Any]:
+    key = workspace.key(stage)
+    inputs = {name: (read_manifest(workspace.artifact(name)) or {})["content_sha256"] for name in stage.inputs}
+    with new_directory(target) as out:
+        facts = stage.function(workspace.config, workspace.paths(stage, out))
+        made_from = {"key": key, "params": params_of(stage, workspace.config), "inputs": inputs}
+        manifest = write_manifest(out, {"stage": stage.name, **made_from, **facts})
+    RunWriter(workspace.run / stage.name).result({"key": key, **facts})
+    return manifest
+
+
+@contextmanager
+def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
+    """Write in the stage's run directory that it runs, and how it ended."""
+    run = workspace.run / stage.name
+    params = flatten(params_of(stage, workspace.config))
+    tags = {"campaign": workspace.run_id, "stage": stage.name, "key": workspace.key(stage), **git_tags(REPOSITORY)}
+    begin(run, "stage", stage.name, workspace.config, workspace.key(stage), params, tags)
+    try:
+        yield
+    except StopRequested as stop:
+        finish(run, "KILLED", error=str(stop))
+        raise
+    except BaseException as error:
+        finish(run, "FAILED", error=f"{type(error).__name__}: {error}")
+        raise
+    artifact = workspace.artifact(stage.artifact)
+    manifest = read_manifest(artifact)
+    assert manifest is not None
+    final: dict[str, float] = {}
+    for name in stage.metrics:
+        final.update(numbers(read_json(artifact / name)))
+    facts = {"path": str(artifact), "content_sha256": manifest["content_sha256"], "upload": stage.upload}
+    finish(run, "FINISHED", final=final, artifact=facts)
+
+
+def die_with_parent(is_alive: Callable[[], bool]) -> None:
+    """Ask the kernel for SIGTERM when the process that started this one ends, however it ends (Linux).
+
+    Args:
+        is_alive: whether that process is still there; asked afterwards, because it may have ended before.
+
+    Raises:
+        StopRequested: it has ended already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if not is_alive():
+        raise StopRequested("the process that started this stage is gone")

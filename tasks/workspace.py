@@ -10,19 +10,24 @@ they worked). The repository's root is the default campaign's; any other campaig
 
 from __future__ import annotations
 
+import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tasks.registry import BY_ARTIFACT, BY_NAME, STAGES, Stage, StagePaths
+from tasks.registry import STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.errors import BusyError, DataError
 from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_file, sha256_text, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_UPSTREAM_OF_POLICY = ("prepare", "base", "anchors", "train")
+
+
+def state_directory() -> Path:
+    """Return where databases, server addresses and the like of this machine lie: TITHE_STATE, or `.tithe/` in the repository."""
+    return Path(os.environ.get("TITHE_STATE") or REPOSITORY / ".tithe").resolve()
 
 
 def pick(tree: dict[str, Any], dotted: str) -> Any:
@@ -65,6 +70,7 @@ class Workspace:
     root: Path
     config: CampaignConfig
     run_directory: Path | None = None  # given explicitly; None derives it
+    stages: tuple[Stage, ...] = STAGES
 
     def artifact(self, name: str) -> Path:
         return self.root / "artifacts" / name
@@ -72,7 +78,9 @@ class Workspace:
     @property
     def run_id(self) -> str:
         """`<campaign>-<8 hex digits>` of everything that decides what is trained."""
-        params = {name: params_of(BY_NAME[name], self.config) for name in _UPSTREAM_OF_POLICY}
+        artifacts = [stage.artifact for stage in self.stages]
+        deciding = self.stages[: artifacts.index("policy") + 1] if "policy" in artifacts else self.stages
+        params = {stage.name: params_of(stage, self.config) for stage in deciding}
         return f"{self.config.campaign.name}-{sha256_text(canonical_json(params))[:8]}"
 
     @property
@@ -80,7 +88,7 @@ class Workspace:
         return self.run_directory or self.root / "runs" / self.run_id
 
     def paths(self, stage: Stage, out: Path) -> StagePaths:
-        names = [s.name for s in STAGES]
+        names = [s.name for s in self.stages]
         before = names[: names.index(stage.name)]
         return StagePaths(
             inputs={name: self.artifact(name) for name in stage.inputs},
@@ -90,6 +98,14 @@ class Workspace:
             runs={name: self.run / name for name in before},
         )
 
+    def with_tree(self, tree: dict[str, Any]) -> Workspace:
+        """Return the same workspace with another configuration.
+
+        Raises:
+            ConfigError: the tree is no configuration.
+        """
+        return replace(self, config=validate(tree))
+
     def claim_run(self) -> None:
         """Make the run directory and write the resolved config.json into it.
 
@@ -98,7 +114,7 @@ class Workspace:
         """
         path = self.run / "config.json"
         if path.exists():
-            other = Workspace(self.root, validate(read_json(path)), self.run_directory)
+            other = self.with_tree(read_json(path))
             if other.run_id != self.run_id:
                 raise BusyError(
                     f"{self.run} belongs to run {other.run_id}, this configuration is run {self.run_id}; "
@@ -118,7 +134,7 @@ class Workspace:
         for name in stage.inputs:
             manifest = read_manifest(self.artifact(name))
             if manifest is None:
-                maker = BY_ARTIFACT[name].name
+                maker = next(s.name for s in self.stages if s.artifact == name)
                 raise DataError(str(self.artifact(name)), f"is missing or has no {MANIFEST}; run `python -m tasks {maker}` first")
             inputs[name] = manifest["content_sha256"]
         made_from = {"stage": stage.name, "params": params_of(stage, self.config), "inputs": inputs}

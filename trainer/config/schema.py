@@ -509,6 +509,19 @@ class Machine(Section):
     """Torch threads of the worker; 0 takes all cores."""
 
 
+class Limits(Section):
+    """When the platform steps in. Never part of a result's identity."""
+
+    stage_hours: Positive = 168
+    """A stage that takes longer is stopped, and the campaign with it."""
+    silence_seconds: Positive = 900
+    """A stage whose last heartbeat is older is stopped and started again."""
+    grace_seconds: Positive = 60
+    """Time for a checkpoint between the request to stop and the kill."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Further attempts after what can heal: a crash, a kill, silence. A mistake in configuration or data is never tried again."""
+
+
 class CampaignConfig(Section):
     """A whole campaign. `config.json` in a run directory is this, resolved."""
 
@@ -522,6 +535,7 @@ class CampaignConfig(Section):
     evaluate: Evaluate = Evaluate()
     report: Report = Report()
     machine: Machine = Machine()
+    limits: Limits = Limits()
 
     @model_validator(mode="after")
     def _check(self) -> CampaignConfig:

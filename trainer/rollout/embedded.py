@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, ModelError, ResourceError
 from trainer.policy.forward import completion_logprobs, head_at, scoring, tempered_logits
 from trainer.rollout.draws import draw, mix, uniforms
 from trainer.rollout.slots import MaskMaker, SlotCache
@@ -56,7 +56,7 @@ class EmbeddedSampler:
         self.version = version
         self.max_prefill_tokens = max_prefill_tokens
         self.progress = progress
-        self._mask = MaskMaker.of(model)
+        MaskMaker.of(model)  # refuses at once what could not be sampled
 
     def load_policy(self, version: int) -> None:
         """Name the weights: they are the learner's own, so there is nothing to copy."""
@@ -70,11 +70,18 @@ class EmbeddedSampler:
 
         Raises:
             DivergedError: the model's logits are not finite.
+            ModelError: prompt and length cap exceed the positions that the model has.
+            ResourceError: the slots' cache does not fit into the device's memory.
         """
         if not requests:
             return []
-        with scoring(self.model):
-            return _Generation(self, requests, params).run()
+        try:
+            with scoring(self.model):
+                return _Generation(self, requests, params).run()
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"train.sampler.slots = {self.slots}: sampling does not fit into the device's memory; lower it ({error})"
+            ) from error
 
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         """Return, for each (prompt ids, completion ids), the log-prob of every completion token, by a plain forward pass."""
@@ -105,8 +112,9 @@ class _Generation:
         self.device = next(sampler.model.parameters()).device
         self.queue = _by_prompt(requests)
         self.slots = min(sampler.slots, self.num)
-        longest = len(self.queue[-1].token_ids)
-        self.cache = SlotCache(self.slots, longest + params.max_completion_tokens - 1)
+        length = _check_length(self.model, len(self.queue[-1].token_ids), params.max_completion_tokens)
+        self.cache = SlotCache(self.slots, length)
+        self.mask = MaskMaker.of(self.model)
 
         def ints(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=self.device)
@@ -206,7 +214,7 @@ class _Generation:
         output = self.model(
             input_ids=self.last[: self.rows, None],
             position_ids=positions[:, None],
-            attention_mask=self.sampler._mask(positions, self.width),
+            attention_mask=self.mask(positions, self.width),
             cache=self.cache,
             use_cache=True,
         )
@@ -242,11 +250,12 @@ class _Generation:
     def _retire(self, ended: list[int], rows: Tensor | slice) -> None:
         index = torch.tensor(ended, device=self.device)
         slots = index if isinstance(rows, slice) else rows[index]
+        freed: list[int] = ended if isinstance(rows, slice) else slots.tolist()
         self.lengths[self.owner[slots]] = self.count[slots]
         self.owner[slots] = self.num
         self.position[slots] = 0
         self.count[slots] = 0
-        self.free += reversed(slots.tolist())
+        self.free += freed[::-1]
         self.finished += len(ended)
         if self.sampler.progress is not None:
             self.sampler.progress(self.finished, self.num)
@@ -282,6 +291,24 @@ class _Generation:
                 )
             )
         return completions
+
+
+def _check_length(model: Any, prompt_tokens: int, completion_tokens: int) -> int:
+    """Return the columns that the longest request can need: its last token is drawn, but never fed.
+
+    Only a table of learned positions is a hard limit; rotary positions go on.
+    """
+    length = prompt_tokens + completion_tokens - 1
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        words = model.get_input_embeddings()
+        tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+        if any(positions <= table.num_embeddings <= positions + 2 for table in tables):
+            raise ModelError(
+                f"a prompt of {prompt_tokens} tokens and max_completion_tokens = {completion_tokens} exceed the model's "
+                f"{positions} positions (max_position_embeddings); lower the cap, or prepare.max_prompt_tokens"
+            )
+    return length
 
 
 def _by_prompt(requests: Sequence[Request]) -> list[_Prompt]:

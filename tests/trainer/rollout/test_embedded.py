@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trainer.errors import DivergedError, ModelError
+from trainer.errors import DivergedError, ModelError, ResourceError
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.types import Completion, Request, SamplingParams, derive_seed
 
@@ -261,6 +261,24 @@ def test_a_prompt_is_prefilled_once_for_its_group() -> None:
     assert sum(prefilled) == 5
 
 
+def test_slots_are_refilled_at_once_and_the_batch_shrinks_at_the_end() -> None:
+    model, fed = build("llama"), []
+
+    def watch(_: Any, __: Any, keywords: dict[str, Any]) -> None:
+        if keywords.get("attention_mask") is not None:
+            fed.append(keywords["input_ids"].shape[0])
+
+    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    requests = make_requests(num_prompts=20)
+    completions = EmbeddedSampler(model, 8, 0).generate(requests, SamplingParams(1.0, 40, (1, 5)))
+    handle.remove()
+    assert fed[0] == 8
+    assert fed == sorted(fed, reverse=True)
+    assert fed[-1] < 8
+    decoded = sum(len(c.token_ids) - 1 for c in completions)  # the first token comes from the prefill
+    assert decoded <= sum(fed) <= 1.15 * decoded  # rows that idled: less than a quarter, and only near the end
+
+
 def test_progress_counts_every_completion() -> None:
     seen: list[tuple[int, int]] = []
     sampler = EmbeddedSampler(build("llama"), 3, 0, progress=lambda done, total: seen.append((done, total)))
@@ -275,6 +293,27 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(DivergedError, match="version 4 gives logits that are not finite"):
         EmbeddedSampler(model, 3, 0, version=4).generate(make_requests(2), SamplingParams(1.0, 6, (1,)))
+
+
+def test_a_request_longer_than_the_model_is_refused() -> None:
+    sampler = EmbeddedSampler(build("gpt2-absolute"), 3, 0)
+    request = Request("p", (2,) * 1000, 0)
+    assert len(sampler.generate([request], SamplingParams(1.0, 25, ()))[0].token_ids) == 25
+    with pytest.raises(ModelError, match=r"1000 tokens and max_completion_tokens = 26 exceed the model's 1024"):
+        sampler.generate([request], SamplingParams(1.0, 26, ()))
+    rotary = EmbeddedSampler(build("llama"), 3, 0)  # made for 128 positions, which is no hard limit
+    assert len(rotary.generate([Request("p", (2,) * 125, 0)], SamplingParams(1.0, 8, ()))[0].token_ids) == 8
+
+
+def test_exhausted_device_memory_names_the_knob() -> None:
+    model = build("llama")
+
+    def exhaust(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.model.layers[0].register_forward_pre_hook(exhaust)
+    with pytest.raises(ResourceError, match=r"train\.sampler\.slots = 7: .* lower it"):
+        EmbeddedSampler(model, 7, 0).generate(make_requests(2), SamplingParams(1.0, 6, (1,)))
 
 
 def test_models_without_slots_are_refused_by_name() -> None:

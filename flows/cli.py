@@ -1,0 +1,217 @@
+"""The command line `tithe`. Nothing heavy is imported before the configuration is valid.
+
+run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
+<stage>           one stage by itself                    initialise  make the databases, once
+status            what is current, what runs             sync        send what MLflow missed
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.leave import Leave
+from flows.workspaces import resolve_config, resolve_workspace
+from tasks.registry import STAGES, Stage
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.errors import StopRequested, TitheError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Post-train large language models with reinforcement learning: prompts, base, anchors, train, merge, evaluate, report.",
+    epilog=(
+        "Examples:\n\n"
+        "tithe run  (the default campaign, params.yaml)\n\n"
+        "tithe run recipes/smollm2.yaml  (a recipe, in a workspace of its own)\n\n"
+        "tithe run -S train.optimizer.learning_rate=3e-4  (one key changed)\n\n"
+        "tithe evaluate recipes/smollm2.yaml -S evaluate.split=test\n\n"
+        "tithe up  (Prefect and MLflow on this machine, until Ctrl-C)"
+    ),
+)
+
+Recipe = Annotated[Path | None, typer.Argument(help="A recipe (a difference from params.yaml); default: params.yaml itself.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-S", metavar="KEY=VALUE", help="Set a key, e.g. train.optimizer.learning_rate=3e-4."),
+]
+RunDirectory = Annotated[Path | None, typer.Option("--run-dir", help="Run directory; default: runs/<campaign>-<hash>.")]
+Root = Annotated[Path | None, typer.Option("--workspace", help="Workspace; default: the repository, or campaigns/<name>.")]
+NoTracking = Annotated[bool, typer.Option("--no-tracking", help="Do not mirror metrics to MLflow.")]
+StageList = Annotated[str | None, typer.Option("--stages", hidden=True, help="Another list of stages, as module:NAME.")]
+
+
+def find(
+    recipe: Path | None, overrides: list[str] | None, run_directory: Path | None, root: Path | None, stages: str | None
+) -> Workspace:
+    """Return the workspace that the options mean, and warn of choices that are seldom meant."""
+    config = resolve_config(recipe, overrides or ())
+    for warning in config.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    if stages is None:
+        return resolve_workspace(config, run_directory, root)
+    from tasks.command import load_stages
+
+    return resolve_workspace(config, run_directory, root, load_stages(stages))
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    recipe: Recipe = None,
+    overrides: Override = None,
+    run_directory: RunDirectory = None,
+    root: Root = None,
+    force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
+    no_tracking: NoTracking = False,
+    stages: StageList = None,
+) -> None:
+    """Run a campaign: every stage that is not current, in order. Run again after anything: it goes on where it stopped.
+
+    Examples:
+
+    tithe run
+
+    tithe run recipes/smollm2.yaml -S campaign.seed=1
+
+    tithe run --force-stage evaluate
+    """
+    from flows.start import run_campaign
+
+    workspace = find(recipe, overrides, run_directory, root, stages)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, stages)
+
+
+@app.command()
+def resume(
+    context: typer.Context,
+    recipe: Recipe = None,
+    overrides: Override = None,
+    run_directory: RunDirectory = None,
+    root: Root = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
+    no_tracking: NoTracking = False,
+    stages: StageList = None,
+) -> None:
+    """Go on with a campaign that was begun, and say from where. The same as `run`, but refuses to begin a new one.
+
+    Example: tithe resume recipes/smollm2.yaml
+    """
+    from flows.start import run_campaign
+    from trainer.errors import ConfigError
+
+    workspace = find(recipe, overrides, run_directory, root, stages)
+    if not (workspace.run / "config.json").exists():
+        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
+        raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
+    run_campaign(workspace, [], plain, not no_tracking, context.obj, stages)
+
+
+@app.command()
+def status(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
+    """Say of each stage whether it is current, and what runs.
+
+    Example: tithe status recipes/smollm2.yaml
+    """
+    from flows.start import show_status
+
+    show_status(find(recipe, overrides, None, root, stages))
+
+
+@app.command()
+def up(
+    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
+) -> None:
+    """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
+
+    Example: tithe up --prefect-port 4201 --mlflow-port 5001
+    """
+    from flows.up import serve
+
+    serve(prefect_port, mlflow_port)
+
+
+@app.command()
+def initialise() -> None:
+    """Make the databases of Prefect and MLflow, so that the first campaign starts as fast as every other."""
+    from flows.up import initialise as make
+
+    make()
+
+
+@app.command()
+def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -> None:
+    """Send what an unreachable MLflow missed. `run` does that by itself; this is for when nothing is left to run."""
+    from tasks.tracking import main as track
+
+    workspace = find(recipe, overrides, None, root, None)
+    raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
+
+
+@app.command("dvc-yaml", hidden=True)
+def dvc_yaml() -> None:
+    """Write dvc.yaml of the default campaign from the registry of stages."""
+    from tasks.artifacts import prepare_workspace
+
+    prepare_workspace(resolve_workspace(resolve_config(None)))
+    print(REPOSITORY / "dvc.yaml")
+
+
+def _add_stage(stage: Stage) -> None:
+    def run_one(
+        recipe: Recipe = None,
+        overrides: Override = None,
+        run_directory: RunDirectory = None,
+        root: Root = None,
+        force: Annotated[bool, typer.Option("--force", help="Run it even when its artifact is current.")] = False,
+        no_tracking: NoTracking = False,
+    ) -> None:
+        workspace = find(recipe, overrides, run_directory, root, None)
+        from tasks.artifacts import prepare_workspace
+        from tasks.command import limit_threads, run_stages
+        from tasks.stage import stop_on_signals
+
+        limit_threads(workspace.config)
+        os.chdir(REPOSITORY)
+        stop_on_signals()
+        prepare_workspace(workspace)
+        run_stages(workspace, (stage,), force, not no_tracking)
+
+    inputs = ", ".join(stage.inputs) or "nothing"
+    run_one.__doc__ = f"Stage {stage.name} by itself: {inputs} to {stage.artifact}."
+    app.command(stage.name, rich_help_panel="Stages")(run_one)
+
+
+for _stage in STAGES:
+    _add_stage(_stage)
+
+
+def main() -> None:
+    """Run the command line; every failure that tithe names is one line and an exit code (trainer/errors.py)."""
+    leave = Leave()
+    code: int | str | None = 0
+    try:
+        app(obj=leave)
+    except SystemExit as end:
+        code = end.code
+    except TitheError as error:
+        for line in str(error).splitlines():
+            print(f"{'stopped' if isinstance(error, StopRequested) else 'error'}: {line}", file=sys.stderr)
+        code = error.exit_code
+    if leave.at_once:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

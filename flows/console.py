@@ -1,0 +1,84 @@
+"""What `tithe` says while it works: a moving line per stage on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from flows.session import Beat, StageResult
+from tasks.registry import Stage
+
+PLAIN_SECONDS = 15.0
+_HOW = {"made": "made in {seconds:.1f} s", "cached": "current", "restored": "taken from the cache"}
+
+
+class Console:
+    """Progress and results of one campaign."""
+
+    def __init__(self) -> None:
+        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._bars: dict[str, TaskID] = {}
+        self._last = 0.0
+
+    def __enter__(self) -> Console:
+        if self._out.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=self._out, transient=True)
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        self._out.print(text, markup=False)
+
+    def beat(self, stage: Stage, beat: Beat) -> None:
+        """Show how far a stage is."""
+        total = beat.get("total") or 0
+        if self._progress is not None:
+            text = f"{stage.name}: {beat['doing']}"
+            if stage.name not in self._bars:
+                self._bars[stage.name] = self._progress.add_task(text, total=total or None)
+            self._progress.update(self._bars[stage.name], completed=beat["step"], total=total or None, description=text)
+        elif total and time.monotonic() - self._last >= PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{stage.name}: {beat['doing']}, step {beat['step']} of {total}")
+
+    def result(self, result: StageResult) -> None:
+        """Say how a stage ended."""
+        if self._progress is not None and result.stage in self._bars:
+            self._progress.remove_task(self._bars.pop(result.stage))
+        attempts = f" at attempt {result.attempts}" if result.attempts > 1 else ""
+        self.say(f"{result.stage:<9} {_HOW[result.how].format(seconds=result.seconds)}{attempts}")
+
+    def table(self, rows: list[dict[str, Any]], title: str) -> None:
+        """Print rows as a table; the columns are the keys of the first."""
+        table = Table(title=title, title_justify="left")
+        for name in rows[0]:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        self._out.print(table)
+
+
+def complain(error: BaseException) -> None:
+    """Print a failure, one line each, to standard error."""
+    for line in str(error).splitlines() or [type(error).__name__]:
+        print(f"error: {line}", file=sys.stderr)

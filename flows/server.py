@@ -1,0 +1,192 @@
+"""Where Prefect is: its settings, a server that somebody runs, or a private one for the length of a campaign.
+
+    settings        environment variables that must be set before `import prefect`; history lies in .tithe/prefect
+    find_server     PREFECT_API_URL, else the server that `tithe up` wrote down and that still answers
+    PrivateServer   a server without UI on the same database; starts while the first stage works already
+
+Imports no prefect: all this happens before that.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.locks import wait_for
+from tasks.workspace import state_directory
+from trainer.errors import TitheError
+from trainer.files import read_json
+
+READY_SECONDS = 90.0  # a first start makes the database: 8 to 25 s
+_STOP_SECONDS = 10.0
+
+
+class ServerError(TitheError):
+    """A server did not start or does not answer."""
+
+
+def settings() -> dict[str, str]:
+    """Return the environment in which everything of Prefect runs; what the user set wins."""
+    home = state_directory() / "prefect"
+    ours = {
+        "PREFECT_HOME": str(home),
+        "DO_NOT_TRACK": "true",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(int(READY_SECONDS)),
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # `tithe` speaks for itself; the logs are in the server
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    }
+    return {key: os.environ.get(key, value) for key, value in ours.items()}
+
+
+def addresses_file() -> Path:
+    """Return where `tithe up` writes the addresses of its servers."""
+    return state_directory() / "servers.json"
+
+
+def addresses() -> Mapping[str, Any]:
+    """Return what `tithe up` wrote: {"prefect": url, "mlflow": url, "owner": ...}, or nothing."""
+    try:
+        found: Mapping[str, Any] = read_json(addresses_file())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
+def find_server() -> str | None:
+    """Return the API address of a running Prefect server, or None when there is none to use.
+
+    Raises:
+        ServerError: PREFECT_API_URL names one that does not answer.
+    """
+    named = os.environ.get("PREFECT_API_URL")
+    if named:
+        if not answers(f"{named.rstrip('/')}/health", timeout_seconds=5):
+            raise ServerError(f"Prefect at {named} (PREFECT_API_URL) does not answer")
+        return named
+    url = addresses().get("prefect")
+    return f"{url}/api" if url and answers(f"{url}/api/health") else None
+
+
+def answers(url: str, timeout_seconds: float = 2.0) -> bool:
+    """Whether a GET of a URL is answered with 200."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_seconds)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Server:
+    """A server as a child process, in its own session, with a log file.
+
+    Args:
+        name: for messages.
+        module: run as `python -m <module> <arguments>`.
+        health: URL that answers 200 when it is ready.
+    """
+
+    def __init__(self, name: str, module: str, arguments: list[str], health: str, log: Path, environment: Mapping[str, str]):
+        self.name, self.health, self.log = name, health, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flows.guard", str(os.getpid()), module, *arguments],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait_ready(self, timeout_seconds: float = READY_SECONDS) -> None:
+        """Wait until it answers.
+
+        Raises:
+            ServerError: it ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while not answers(self.health):
+            if self.ended:
+                raise ServerError(f"{self.name} ended with exit code {self._process.returncode} while starting; see {self.log}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name} did not answer within {timeout_seconds:.0f} s; see {self.log}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Ask it to stop, then kill what is left of its group."""
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(_STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class PrivateServer(Server):
+    """A Prefect server for this process alone: no UI, a free port, the history that `tithe up` shows later.
+
+    It is what Prefect itself starts where no server is given, but begun early, with its own log and a clean end.
+    """
+
+    def __init__(self) -> None:
+        port = free_port()
+        self.api_url = f"http://127.0.0.1:{port}/api"
+        arguments = ["--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port)]
+        environment = {**settings(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+        log = state_directory() / "prefect" / "private-server.log"
+        super().__init__(
+            "Prefect's private server",
+            "uvicorn",
+            [*arguments, "--log-level", "error", "--lifespan", "on"],
+            f"{self.api_url}/health",
+            log,
+            environment,
+        )
+
+
+@contextmanager
+def private_server() -> Iterator[PrivateServer]:
+    """Run a private server; the first ever makes the database while others wait their turn."""
+    with wait_for(state_directory() / "prefect.lock"):
+        server = PrivateServer()
+        try:
+            if not (state_directory() / "prefect" / "initialised").exists():
+                server.wait_ready()
+                (state_directory() / "prefect" / "initialised").touch()
+        except ServerError:
+            server.stop()
+            raise
+    try:
+        yield server
+    finally:
+        server.stop()

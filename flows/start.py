@@ -1,0 +1,141 @@
+"""From a valid configuration to a running campaign: session, server, Prefect, and what is said about it.
+
+What takes long starts early and side by side: the process that stages are forked from, Prefect's server and `import prefect`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from flows.console import Console
+from flows.leave import Leave
+from flows.server import PrivateServer, ServerError, find_server, private_server, settings
+from flows.session import Session, open_session, run_plainly
+from flows.summary import comparison, mlflow_link, report_page
+from tasks.locks import Owner
+from tasks.registry import get_stage
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.errors import StopRequested
+from trainer.files import read_json, read_manifest
+from trainer.metrics import HEARTBEAT
+
+DRAIN_SECONDS = 10.0
+
+
+def run_campaign(
+    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, stages_option: str | None = None
+) -> None:
+    """Run a campaign and show what came out.
+
+    Raises:
+        TitheError: how it failed or was stopped.
+    """
+    for name in force:
+        get_stage(name, workspace.stages)
+    with Console() as console:
+        console.say(f"campaign {workspace.run_id} in {workspace.root}")
+        tell_from_where(workspace, console)
+        with open_session(workspace, console.say, force, tracking, stages_option=stages_option) as session:
+            try:
+                if plain or not orchestrated(session, console, leave):
+                    run_plainly(session, console.beat, console.result)
+            except KeyboardInterrupt:
+                raise StopRequested("interrupted; run the same command again to go on") from None
+    show_end(workspace, console)
+
+
+def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
+    """Run the campaign in Prefect, and return whether Prefect was there to the end. What failed by itself raises."""
+    os.environ.update(settings())
+    try:
+        with api() as server:
+            from flows.campaign import PrefectAway, drain, run_in_prefect
+
+            if server is not None:
+                server.wait_ready()
+            try:
+                run_in_prefect(session, console.beat, console.result)
+            except PrefectAway as error:
+                console.say(f"warning: {error}; the campaign goes on without it, and nothing is lost")
+                return False
+            finally:
+                leave.at_once = not drain(DRAIN_SECONDS)
+    except ServerError as error:
+        console.say(f"warning: {error}; the campaign goes on without Prefect, and nothing is lost")
+        return False
+    return True
+
+
+@contextmanager
+def api() -> Iterator[PrivateServer | None]:
+    """Make PREFECT_API_URL name a server: one that runs already (gives None), or a private one that is starting."""
+    found = find_server()
+    before = os.environ.get("PREFECT_API_URL")
+    try:
+        if found is not None:
+            os.environ["PREFECT_API_URL"] = found
+            yield None
+        else:
+            with private_server() as server:
+                os.environ["PREFECT_API_URL"] = server.api_url
+                yield server
+    finally:
+        if before is None:
+            os.environ.pop("PREFECT_API_URL", None)
+        else:
+            os.environ["PREFECT_API_URL"] = before
+
+
+def tell_from_where(workspace: Workspace, console: Console) -> None:
+    """Say what an earlier run left to go on from."""
+    checkpoints = sorted(workspace.run.glob("*/checkpoints/step_*"))
+    current = [stage.name for stage in workspace.stages if workspace.is_current(stage)]
+    if checkpoints and not all(stage.name in current for stage in workspace.stages):
+        newest = checkpoints[-1]
+        stage = newest.parent.parent.name
+        if stage not in current:
+            console.say(f"resuming: {', '.join(current) or 'nothing'} current; {stage} has a checkpoint at {newest.name}")
+
+
+def show_end(workspace: Workspace, console: Console) -> None:
+    """Print before and after, where the report lies, and what to do next."""
+    rows = comparison(workspace)
+    if rows:
+        console.table(rows, "base beside trained")
+    page = report_page(workspace)
+    if page is not None:
+        console.say(f"report: {page}")
+    link = mlflow_link(workspace)
+    if link:
+        console.say(f"MLflow: {link}")
+    here = workspace.root == REPOSITORY
+    folder = "" if here else f"cd {os.path.relpath(workspace.root)} && "
+    change = "-S train.optimizer.learning_rate=2e-4 -S campaign.name=faster"
+    console.say("next: tithe up                     browse this run in Prefect and MLflow")
+    console.say(f"      tithe run {change}     another campaign beside this one")
+    console.say(f"      {folder}dvc repro                      nothing to do now; after a change, only what depends on it")
+
+
+def show_status(workspace: Workspace) -> None:
+    """Print of each stage whether it is current, and what runs."""
+    console = Console()
+    rows = []
+    for stage in workspace.stages:
+        manifest = read_manifest(workspace.artifact(stage.artifact))
+        state = "missing" if manifest is None else "current" if workspace.is_current(stage) else "stale"
+        rows.append({"stage": stage.name, "artifact": state, "now": doing(workspace, stage.name)})
+    console.table(rows, f"{workspace.run_id} in {workspace.root}")
+
+
+def doing(workspace: Workspace, stage: str) -> str:
+    """Return what the process of a stage does at the moment, or nothing."""
+    try:
+        owner = Owner.from_json(read_json(workspace.root / ".tithe" / f"{stage}.lease"))
+        beat = read_json(workspace.run / stage / HEARTBEAT)
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+    if not owner.is_alive or beat["pid"] != owner.pid:
+        return ""
+    return f"{beat['doing']}, step {beat['step']} of {beat['total']} (pid {owner.pid})"

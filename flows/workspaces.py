@@ -1,0 +1,55 @@
+"""Which configuration a command means, and in which workspace it lives.
+
+    params.yaml as it is          -> the repository's root
+    a recipe, or any -S           -> campaigns/<campaign.name>/; a recipe that sets no name is called as its file
+
+`machine` and `limits` never move a campaign: they decide no result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.record import config_hash
+from tasks.registry import STAGES, Stage
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.config import CampaignConfig, load_config, read_yaml
+
+PARAMS = REPOSITORY / "params.yaml"
+
+
+def resolve_config(recipe: Path | None, overrides: Sequence[str] = (), params: Path = PARAMS) -> CampaignConfig:
+    """Return the configuration of a recipe with overrides; None is the default campaign.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    if recipe is None or recipe.resolve() == params.resolve():
+        return load_config(params, overrides)
+    tree = read_yaml(recipe)
+    section = tree.get("campaign")
+    named = isinstance(section, dict) and "name" in section
+    name = re.sub(r"[^a-z0-9._-]+", "-", recipe.stem.lower()).strip("-._")
+    first = [] if named or not name else [f"campaign.name={name}"]
+    return load_config(recipe, [*first, *overrides], params)
+
+
+def resolve_workspace(
+    config: CampaignConfig,
+    run_directory: Path | None = None,
+    root: Path | None = None,
+    stages: tuple[Stage, ...] = STAGES,
+    params: Path = PARAMS,
+) -> Workspace:
+    """Return the workspace of a configuration.
+
+    Args:
+        run_directory: an explicit run directory, or None.
+        root: an explicit folder, or None for the rule above.
+    """
+    if root is None:
+        is_default = config_hash(config) == config_hash(load_config(params))
+        root = REPOSITORY if is_default else REPOSITORY / "campaigns" / config.campaign.name
+    return Workspace(root.resolve(), config, run_directory and run_directory.resolve(), stages)

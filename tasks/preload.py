@@ -1,0 +1,21 @@
+"""What every stage's process needs, imported once: the flow's launcher forks stages from a process that holds it.
+
+Third-party modules only. The code of this repository is imported anew by each stage, so what runs is what lies on the disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+
+MODULES = (
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "safetensors.torch",
+)
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow, which stops its stages in order
+for _name in MODULES:
+    importlib.import_module(_name)

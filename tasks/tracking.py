@@ -1,0 +1,494 @@
+"""Mirrors run directories to MLflow; the only file that imports mlflow, and only in a process of its own.
+
+    runs/<id>/record.json, config.json             -> the campaign's run (parent)
+    runs/<id>/<stage>/record.json, metrics.jsonl   -> one run per stage (child): parameters, metrics, tags, small files, status
+    .../mlflow.json                                <- which MLflow run, and how far it was sent
+
+The files are the truth and MLflow a copy that may lag: `sync` sends what is missing, whenever it is called, so an outage
+costs nothing. A `Shipper` runs beside the work, calls it every two seconds and once more at the end, and what an unreachable
+server missed goes out with the next run of the same workspace. Steps once sent are not sent again: a resumed stage cuts its
+file back to the checkpoint and writes the same values anew.
+
+The flow ships for its stages and tells them so in TITHE_PARENT_TRACKS; a stage by hand or under `dvc repro` ships itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.locks import Owner, wait_for
+from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
+from tasks.workspace import REPOSITORY, Workspace, state_directory
+from trainer.config import as_tree
+from trainer.errors import TitheError
+from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
+from trainer.metrics import EVENTS, METRICS, RESULT
+
+SIDECAR = "mlflow.json"
+PARENT_TRACKS = "TITHE_PARENT_TRACKS"
+LOG = "stage.log"
+MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
+MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
+_INTERVAL_SECONDS, _PAUSES_SECONDS = 2.0, (5.0, 15.0, 30.0, 60.0)
+_CLOSE_SECONDS = 60.0
+_SURVIVOR_SECONDS = 90.0
+
+
+class TrackingError(TitheError):
+    """MLflow could not be reached or refused what it was sent; it is sent again later."""
+
+
+def tracking_uri() -> str:
+    """Return MLFLOW_TRACKING_URI, or the SQLite file of this repository."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{state_directory() / 'mlflow.db'}"
+
+
+def artifact_root() -> Path:
+    """Return where the default store keeps uploaded files."""
+    return state_directory() / "mlartifacts"
+
+
+# --- how far a run directory was sent -------------------------------------------------------------------------------
+
+
+@dataclass
+class Cursor:
+    """A place in metrics.jsonl that survives the file being cut back and grown again."""
+
+    offset: int = 0  # bytes sent
+    tail: str = ""  # sha256 of the last line sent: proof that the offset is still in the same file
+    tail_bytes: int = 0
+    last_step: int = -1
+    skip_until: int = -1  # after a cut: steps up to here were sent before
+
+
+def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
+    """Return the metric lines that were not sent yet, and the cursor behind them."""
+    if not path.exists():
+        return [], cursor
+    with open(path, "rb") as file:
+        start, skip = cursor.offset, cursor.skip_until
+        if start:
+            file.seek(max(0, start - cursor.tail_bytes))
+            if _digest(file.read(cursor.tail_bytes)) != cursor.tail:
+                start, skip = 0, cursor.last_step
+        file.seek(start)
+        whole = file.read().rpartition(b"\n")[0]
+    if not whole:
+        return [], Cursor(start, cursor.tail if start else "", cursor.tail_bytes if start else 0, cursor.last_step, skip)
+    raw = whole.split(b"\n")
+    tail = raw[-1] + b"\n"
+    lines = [line for line in map(json.loads, filter(None, raw)) if line["step"] > skip]
+    last = max([cursor.last_step, *(line["step"] for line in lines)])
+    return lines, Cursor(start + len(whole) + 1, _digest(tail), len(tail), last, skip)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@dataclass
+class Sidecar:
+    """What MLflow has of one run directory."""
+
+    record: str = ""  # id of the record that it mirrors
+    uri: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+    sent: str = ""  # digest of the record that was sent last
+    params_sent: bool = False
+    summed_up: str = ""  # digest of the record and the final numbers that were sent last
+    uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    cursor: Cursor = field(default_factory=Cursor)
+
+    @classmethod
+    def read(cls, directory: Path) -> Sidecar:
+        try:
+            tree = read_json(directory / SIDECAR)
+            return cls(**{**tree, "cursor": Cursor(**tree["cursor"])})
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return cls()
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / SIDECAR, asdict(self))
+
+
+def digest_of(record: Record, extra: Any = None) -> str:
+    return sha256_text(canonical_json([asdict(record), extra]))
+
+
+def is_behind(run: Path) -> bool:
+    """Whether MLflow lacks something of a campaign's run directory. Needs no MLflow."""
+    for directory in directories(run):
+        record, sidecar = read_record(directory), Sidecar.read(directory)
+        if record is None:
+            continue
+        if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
+            return True
+        if read_new(directory / METRICS, sidecar.cursor)[0]:
+            return True
+    return False
+
+
+def directories(run: Path) -> list[Path]:
+    """The run directory of a campaign and those of its stages, as far as they have a record."""
+    return [run, *sorted(path.parent for path in run.glob("*/record.json"))]
+
+
+# --- the mirror ------------------------------------------------------------------------------------------------------
+
+
+def clean_key(key: str) -> str:
+    """Return a metric or parameter name with only the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", key)[:250]
+
+
+def as_value(value: Any) -> str:
+    """Return a parameter's value as MLflow keeps it: text, lists as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+
+
+class Mirror:
+    """A connection to one MLflow store. Importing mlflow takes seconds, so it happens here and not before.
+
+    Raises:
+        TrackingError: from every method, when MLflow cannot be reached or refuses.
+    """
+
+    def __init__(self, uri: str):
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the default blocks for four minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
+        import mlflow  # noqa: F401
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+        from requests.exceptions import RequestException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        self.uri = uri
+        self._failures = (MlflowException, RequestException, SQLAlchemyError, OSError)
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._experiments: dict[str, str] = {}
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        with self._named(), wait_for(state_directory() / "mlflow.lock"):  # the first client makes or migrates the store
+            self._client = MlflowClient(tracking_uri=uri)
+            if uri.startswith("sqlite:"):
+                self._client.search_experiments(max_results=1)
+
+    def _named(self) -> _Named:
+        return _Named(self.uri, self._failures)
+
+    def experiment(self, campaign: str) -> str:
+        """Return the id of the experiment of a campaign, made if it is not there."""
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or campaign
+        if name not in self._experiments:
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                ours = self.uri == f"sqlite:///{state_directory() / 'mlflow.db'}"
+                location = (artifact_root() / name).as_uri() if ours else None
+                try:
+                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location)
+                except self._failures:  # somebody else made it in between, or it cannot be made
+                    found = self._client.get_experiment_by_name(name)
+                    if found is None:
+                        raise
+            if found is not None:
+                self._experiments[name] = found.experiment_id
+        return self._experiments[name]
+
+    def sync(self, run: Path) -> None:
+        """Make MLflow agree with a campaign's run directory."""
+        with self._named(), wait_for(run / ".mlflow.lock"):
+            campaign = truth(run)
+            if campaign is None:
+                return
+            stages = {path: record for path in directories(run)[1:] if (record := truth(path)) is not None}
+            final = {f"final/{record.name}/{key}": value for record in stages.values() for key, value in record.final.items()}
+            uploads = [record for record in stages.values() if record.artifact and record.artifact["upload"] == "campaign"]
+            parent = self._mirror(run, campaign, None, final, uploads)
+            for path, record in stages.items():
+                self._mirror(path, record, parent, {f"final/{k}": v for k, v in record.final.items()}, [record])
+
+    def _mirror(self, directory: Path, record: Record, parent: str | None, final: dict[str, float], files: list[Record]) -> str:
+        sidecar = Sidecar.read(directory)
+        if sidecar.record != record.id or sidecar.uri != self.uri or not self._exists(sidecar, record, final):
+            sidecar = Sidecar(record.id, self.uri, self.experiment(record.campaign))
+            sidecar.run_id = self._create(record, sidecar.experiment_id, parent)
+            sidecar.write(directory)
+        before = asdict(sidecar)
+        if not sidecar.params_sent:
+            self._params(sidecar.run_id, record)
+            sidecar.params_sent = True
+        self._ship(directory / METRICS, sidecar)
+        wanted = digest_of(record, final)
+        if sidecar.summed_up != wanted:
+            self._finals(sidecar.run_id, record, final)
+            uploads = sha256_text(canonical_json([record.status, record.ended, *(entry.artifact for entry in files)]))
+            if record.status != "RUNNING" and sidecar.uploaded != uploads:
+                self._upload(directory, sidecar.run_id, record, files)
+                sidecar.uploaded = uploads
+            self._state(sidecar.run_id, record)
+            sidecar.summed_up = wanted
+        sidecar.sent = digest_of(record)
+        if asdict(sidecar) != before:
+            sidecar.write(directory)
+        return sidecar.run_id
+
+    def _exists(self, sidecar: Sidecar, record: Record, final: dict[str, float]) -> bool:
+        """Whether the run is still there; asked only when something is to be sent anyway."""
+        if sidecar.summed_up == digest_of(record, final):
+            return True
+        try:
+            return self._client.get_run(sidecar.run_id).info.lifecycle_stage == "active"
+        except self._failures as error:
+            if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+
+    def _create(self, record: Record, experiment_id: str, parent: str | None) -> str:
+        tags = {"mlflow.source.name": "tithe", "mlflow.source.type": "PROJECT", "kind": record.kind}
+        if parent is not None:
+            tags["mlflow.parentRunId"] = parent
+        created = self._client.create_run(
+            experiment_id, start_time=int(record.started * 1000), tags={**tags, **record.tags}, run_name=record.name
+        )
+        return str(created.info.run_id)
+
+    def _params(self, run_id: str, record: Record) -> None:
+        entries = [self._param(clean_key(key), as_value(value)) for key, value in record.params.items()]
+        for start in range(0, len(entries), MAX_PARAMS):
+            self._client.log_batch(run_id, params=entries[start : start + MAX_PARAMS])
+
+    def _ship(self, path: Path, sidecar: Sidecar) -> None:
+        """Send the new metric lines, the cursor moving with each batch that arrived."""
+        lines, cursor = read_new(path, sidecar.cursor)
+        entries = [
+            self._metric(clean_key(key), float(value), int(line["time"] * 1000), line["step"])
+            for line in lines
+            for key, value in line["metrics"].items()
+        ]
+        for start in range(0, len(entries), MAX_METRICS):  # sent twice it would be the same rows
+            self._client.log_batch(sidecar.run_id, metrics=entries[start : start + MAX_METRICS])
+        sidecar.cursor = cursor
+
+    def _finals(self, run_id: str, record: Record, final: dict[str, float]) -> None:
+        moment = int((record.ended or record.started) * 1000)
+        entries = [self._metric(clean_key(key), value, moment, 0) for key, value in final.items()]
+        for start in range(0, len(entries), MAX_METRICS):
+            self._client.log_batch(run_id, metrics=entries[start : start + MAX_METRICS])
+
+    def _state(self, run_id: str, record: Record) -> None:
+        """Send tags and status: a run that goes on again is opened again."""
+        owner = Owner.from_json(record.owner)
+        tags = {**record.tags, "attempt": str(record.attempt), "owner": f"{owner.host}:{owner.pid}", "error": record.error or ""}
+        if record.artifact:
+            tags |= {"artifact.path": record.artifact["path"], "artifact.sha256": record.artifact["content_sha256"]}
+        entries = [self._tag(clean_key(key), as_value(value)) for key, value in tags.items()]
+        self._client.log_batch(run_id, tags=entries)
+        if record.status == "RUNNING":
+            self._client.update_run(run_id, status="RUNNING")
+        else:
+            assert record.ended is not None
+            self._client.set_terminated(run_id, status=record.status, end_time=int(record.ended * 1000))
+
+    def _upload(self, directory: Path, run_id: str, record: Record, files: list[Record]) -> None:
+        for name in ("config.json", EVENTS, RESULT, LOG):
+            path = directory / name
+            if path.is_file() and 0 < path.stat().st_size <= MAX_FILE_BYTES:
+                self._client.log_artifact(run_id, str(path))
+        for source in files:
+            if source.artifact is None:
+                continue
+            folder = Path(source.artifact["path"])
+            manifest = read_manifest(folder)
+            if manifest is None or manifest["content_sha256"] != source.artifact["content_sha256"]:
+                continue  # replaced since by another configuration's
+            wanted = source.artifact["upload"] == record.kind
+            for path in [folder / "manifest.json", *(small_files(folder) if wanted else ())]:
+                inside = str(Path(folder.name) / path.relative_to(folder).parent)
+                self._client.log_artifact(run_id, str(path), inside)
+
+
+class _Named:
+    """Turns MLflow's many kinds of failure into a TrackingError of one line."""
+
+    def __init__(self, uri: str, failures: tuple[type[Exception], ...]):
+        self.uri, self.failures = uri, failures
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self.failures):
+            text = " ".join(str(error).split())
+            raise TrackingError(f"MLflow at {self.uri}: {text[:200]}") from error
+
+
+def small_files(folder: Path) -> Iterator[Path]:
+    """Yield an artifact's files that are small enough to be uploaded, in order, until there are too many bytes."""
+    total = 0
+    for path in list_files(folder):
+        size = path.stat().st_size
+        if size <= MAX_FILE_BYTES and total + size <= MAX_ARTIFACT_BYTES:
+            total += size
+            yield path
+
+
+# --- a session: what a stage by hand, or under `dvc repro`, does for itself ----------------------------------------------
+
+
+class Session:
+    """The campaign's record and its shipper, for stages that no flow runs. Starts with the first stage that really runs."""
+
+    def __init__(self, workspace: Workspace):
+        self.workspace = workspace
+        self._shipper: Shipper | None = None
+
+    def start(self) -> None:
+        """Write that the campaign is worked on, and begin to ship."""
+        if self._shipper is None:
+            begin_campaign(self.workspace)
+            self._shipper = Shipper(self.workspace.root, self.workspace.run)
+
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Write how the work ended and wait until MLflow has it, or cannot have it now."""
+        if self._shipper is not None:
+            finish(self.workspace.run, status, error=error)
+            self._shipper.close()
+
+
+def begin_campaign(workspace: Workspace) -> Record:
+    """Write in the run directory that a campaign runs."""
+    workspace.claim_run()
+    config = workspace.config
+    tags = {"campaign": config.campaign.name, "workspace": str(workspace.root), **git_tags(REPOSITORY)}
+    return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
+
+
+# --- the shipper, a process beside the work --------------------------------------------------------------------------
+
+
+class Shipper:
+    """Keeps MLflow in step with a run directory from a process of its own, until `close`.
+
+    The process notices by itself when its owner dies, and then still sends what there is.
+    """
+
+    def __init__(self, root: Path, run: Path):
+        self.run = run
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tasks.tracking", "follow", str(root), str(run)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
+        """Wait until everything was sent, or cannot be now; return whether it was."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            return self._process.wait(timeout_seconds) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            say(f"MLflow at {tracking_uri()} is slow; what is missing stays in {self.run} and is sent with the next run")
+            return False
+
+
+def say(text: str) -> None:
+    print(f"tithe: {text}", file=sys.stderr, flush=True)
+
+
+def follow(root: Path, run: Path) -> int:
+    """Sync a run until standard input ends, then once more; at last send what earlier runs of the workspace still owe."""
+    os.nice(5)
+    mirror: Mirror | None = None
+    failures, due, ended = 0, 0.0, False
+    while True:
+        ended = ended or bool(select.select([sys.stdin], [], [], max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))[0])
+        if ended:
+            wait_for_survivors(run)
+        if ended or time.monotonic() >= due:
+            try:
+                mirror = mirror or Mirror(tracking_uri())
+                mirror.sync(run)
+                if failures:
+                    say(f"MLflow at {mirror.uri} is back; everything was sent")
+                failures, due = 0, time.monotonic() + _INTERVAL_SECONDS
+            except TrackingError as error:
+                if not failures:
+                    say(f"{error}. The campaign goes on; its metrics stay in {run} and are sent as soon as MLflow answers")
+                due = time.monotonic() + _PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)]
+                failures += 1
+            if ended:
+                return 1 if failures else catch_up(mirror, root, run)
+
+
+def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:
+    """Send what other, finished runs of the workspace still owe; return 0 when nothing is left."""
+    assert mirror is not None
+    for other in sorted(path.parent for path in (root / "runs").glob("*/record.json")):
+        record = read_record(other)
+        abandoned = record is not None and not Owner.from_json(record.owner).is_alive
+        if other != run and abandoned and is_behind(other):
+            try:
+                mirror.sync(other)
+                say(f"sent {other.name} to MLflow, which had missed it")
+            except TrackingError as error:
+                say(str(error))
+                return 1
+    return 0
+
+
+def wait_for_survivors(run: Path) -> None:
+    """After an owner's sudden death its stage still writes a checkpoint; wait for that, within reason."""
+    deadline = time.monotonic() + _SURVIVOR_SECONDS
+    while time.monotonic() < deadline:
+        records = [read_record(path) for path in directories(run)[1:]]
+        if not any(r and r.status == "RUNNING" and Owner.from_json(r.owner).is_alive for r in records):
+            return
+        time.sleep(0.5)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Send run directories to MLflow.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("initialise", help="make the default store, once")
+    for name, help_text in (("sync", "send what MLflow lacks of a run"), ("follow", "sync until standard input ends")):
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("root", type=Path, help="workspace")
+        command.add_argument("run", type=Path, help="run directory")
+    options = parser.parse_args(arguments)
+    if options.command == "follow":
+        return follow(options.root, options.run)
+    try:
+        mirror = Mirror(tracking_uri())
+        if options.command == "sync":
+            mirror.sync(options.run)
+            return catch_up(mirror, options.root, options.run)
+    except TrackingError as error:
+        say(str(error))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,266 @@
+"""Anchors on disk: made once by the reference, read a few at a time by the learner.
+
+    prompts --sampler--> completions --reference, one forward pass--> top K log-probs, log mass of the tail --> shards
+
+A shard is a safetensors file with some completions end to end; lengths say where each begins. Everything is at the sampling
+temperature. The log mass of the tail is summed over the tail itself, never 1 minus the top, so a tiny one keeps its digits; it is
+-inf where K is the vocabulary. Equal inputs give equal bytes. What the shards hold is said by the directory's manifest,
+whose facts `build_anchors` returns. Left out: refreshing and auditing anchors while training.
+
+Legend: N completions of a shard, P prompt tokens and T completion tokens of all of them, K cached tokens at each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from trainer.errors import DataError, ModelError
+from trainer.files import damage, disk_full_is_named, read_manifest
+from trainer.policy.forward import completion_logits, scoring, tempered_logits
+from trainer.types import Prompt, Request, Sampler, SamplingParams, derive_seed
+
+FORMAT = 1
+SHARD_BYTES = 2**28
+_PER_TOKEN = ("completion_tokens", "logprobs", "top_ids", "top_logprobs", "tail_logprobs")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who made the anchors: a store is only read by a campaign with the same."""
+
+    model_sha256: str  # content_sha256 of the base artifact
+    tokenizer_hash: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is anchored, and how finely."""
+
+    completions_per_prompt: int
+    top_k: int  # K; capped at the vocabulary's size
+    temperature: float  # of the sampling distribution, above 0; completions and cached log-probs have it
+    max_completion_tokens: int
+    seed: int  # the campaign's
+
+
+@dataclass(frozen=True)
+class AnchorBatch:
+    """Some anchored completions. Per-token tensors are flat, completion after completion, on the host."""
+
+    prompt_ids: list[str]
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    logprobs_T: Tensor  # float32: the reference's log-prob of the token itself
+    top_ids_TK: Tensor  # int64, most probable first
+    top_logprobs_TK: Tensor  # float32, natural log
+    tail_T: Tensor  # float32: log of the mass outside the top K; -inf where K is the vocabulary
+
+
+def choose_prompts(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
+    """Return up to `num` prompts by the hash of their id: the same ones on every machine, and more when more are asked for."""
+    return sorted(prompts, key=lambda prompt: (derive_seed(seed, "anchors", prompt.id), prompt.id))[:num]
+
+
+def top_and_tail(logits_TV: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids [T, K] and log-probs [T, K] of the K most probable tokens, and the log mass of the others [T].
+
+    Args:
+        logits_TV: raw logits; may be overwritten.
+        top_k: K, at most V.
+        temperature: of the sampling distribution, above 0.
+    """
+    scaled_TV = tempered_logits(logits_TV, temperature)
+    log_total_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
+    top_TK, ids_TK = scaled_TV.topk(top_k, dim=-1)
+    tail_T = scaled_TV.scatter_(1, ids_TK, -torch.inf).logsumexp(dim=-1) - log_total_T1[:, 0]
+    return ids_TK, top_TK - log_total_T1, tail_T
+
+
+def reference_tensors(
+    model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top_k: int, temperature: float
+) -> dict[str, Tensor]:
+    """Return the tensors of one shard for some (prompt ids, completion ids)."""
+    lengths = [len(completion) for _, completion in pairs]
+    starts = [0, *accumulate(lengths)]
+    tensors = {
+        "prompt_tokens": torch.tensor(list(chain.from_iterable(p for p, _ in pairs)), dtype=torch.int32),
+        "prompt_lengths": torch.tensor([len(p) for p, _ in pairs], dtype=torch.int32),
+        "completion_tokens": torch.tensor(list(chain.from_iterable(c for _, c in pairs)), dtype=torch.int32),
+        "completion_lengths": torch.tensor(lengths, dtype=torch.int32),
+        "logprobs": torch.empty(starts[-1]),
+        "top_ids": torch.empty((starts[-1], top_k), dtype=torch.int32),
+        "top_logprobs": torch.empty((starts[-1], top_k)),
+        "tail_logprobs": torch.empty(starts[-1]),
+    }
+    with scoring(model):
+        for batch in completion_logits(model, pairs, pad_token_id=0):
+            where = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in batch.indices])
+            scaled_TV = tempered_logits(batch.logits_NV, temperature)
+            own_T = scaled_TV.gather(1, batch.tokens_N[:, None])[:, 0] - scaled_TV.logsumexp(dim=-1)
+            ids_TK, top_TK, tail_T = top_and_tail(batch.logits_NV, top_k, temperature)
+            tensors["logprobs"][where] = own_T.cpu()
+            tensors["top_ids"][where] = ids_TK.int().cpu()
+            tensors["top_logprobs"][where] = top_TK.cpu()
+            tensors["tail_logprobs"][where] = tail_T.cpu()
+    return tensors
+
+
+def manifest_facts(
+    settings: Settings, origin: Origin, prompts: Sequence[Prompt], num_tokens: int = 0, shards: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what the directory's manifest says of the shards; by default, of a store without any."""
+    return {
+        "format": FORMAT,
+        "source": "reference",
+        "policy_version": 0,
+        **asdict(origin),
+        **asdict(settings),
+        "num_prompts": len(prompts),
+        "num_completions": len(prompts) * settings.completions_per_prompt,
+        "num_tokens": num_tokens,
+        "shards": list(shards),
+        "prompt_ids": [prompt.id for prompt in prompts],
+    }
+
+
+def build_anchors(
+    directory: Path,
+    model: Any,
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    origin: Origin,
+    eos_token_ids: tuple[int, ...],
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Sample completions, score them with the reference and write shards into a directory.
+
+    Args:
+        model: the reference, as a transformers causal language model.
+        sampler: draws the completions, from the same model.
+        shard_bytes: about how large a shard gets.
+        progress: called with (finished, total) completions after every shard.
+
+    Returns:
+        The facts for the directory's manifest.
+    """
+    settings = replace(settings, top_k=min(settings.top_k, int(model.get_output_embeddings().weight.shape[0])))
+    params = SamplingParams(settings.temperature, settings.max_completion_tokens, eos_token_ids)
+    requests = [
+        Request(prompt.id, prompt.token_ids, derive_seed(settings.seed, "anchors", prompt.id, index), index)
+        for prompt in prompts
+        for index in range(settings.completions_per_prompt)
+    ]
+    longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    largest = settings.max_completion_tokens * (8 * settings.top_k + 12) + 4 * longest_prompt  # bytes of one completion
+    per_shard = max(1, shard_bytes // largest)
+    num_tokens, shards = 0, list[str]()
+    for start in range(0, len(requests), per_shard):
+        part = requests[start : start + per_shard]
+        completions = sampler.generate(part, params)
+        pairs = [(r.token_ids, c.token_ids) for r, c in zip(part, completions, strict=True)]
+        tensors = reference_tensors(model, pairs, settings.top_k, settings.temperature)
+        path = directory / f"shard-{len(shards):05d}.safetensors"
+        with disk_full_is_named(path):
+            path.write_bytes(save(tensors))
+        num_tokens += len(tensors["completion_tokens"])
+        shards.append(path.name)
+        if progress is not None:
+            progress(start + len(part), len(requests))
+    return manifest_facts(settings, origin, prompts, num_tokens, shards)
+
+
+class _Shard:
+    """One file, read slice by slice; only the lengths are kept in memory."""
+
+    def __init__(self, path: Path):
+        self.file = safe_open(path, framework="pt")
+        self.prompt_starts = [0, *accumulate(self.file.get_tensor("prompt_lengths").tolist())]
+        self.starts = [0, *accumulate(self.file.get_tensor("completion_lengths").tolist())]
+        self.prompt_tokens = self.file.get_slice("prompt_tokens")
+        self.per_token = {name: self.file.get_slice(name) for name in _PER_TOKEN}
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def prompt(self, index: int) -> list[int]:
+        ids: list[int] = self.prompt_tokens[self.prompt_starts[index] : self.prompt_starts[index + 1]].tolist()
+        return ids
+
+    def tokens(self, index: int) -> dict[str, Tensor]:
+        start, stop = self.starts[index], self.starts[index + 1]
+        return {name: piece[start:stop] for name, piece in self.per_token.items()}
+
+
+class AnchorStore:
+    """Anchored completions by number. Made by `open_anchors`."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]):
+        self.directory, self.manifest = directory, manifest
+        self.top_k: int = manifest["top_k"]
+        self.temperature: float = manifest["temperature"]
+        self.shards = [_Shard(directory / name) for name in manifest["shards"]]
+        self.first = [0, *accumulate(len(shard) for shard in self.shards)]  # number of each shard's first completion
+        assert self.first[-1] == manifest["num_completions"]
+
+    def __len__(self) -> int:
+        """Return the number of anchored completions."""
+        return self.first[-1]
+
+    def take(self, indices: Sequence[int]) -> AnchorBatch:
+        """Return some of them, read from disk, in the order asked for."""
+        prompts, pieces = [], []
+        for index in indices:
+            which = bisect.bisect_right(self.first, index) - 1
+            shard, local = self.shards[which], index - self.first[which]
+            prompts.append(shard.prompt(local))
+            pieces.append(shard.tokens(local))
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([piece[name] for piece in pieces])
+
+        per_prompt = self.manifest["completions_per_prompt"]
+        return AnchorBatch(
+            prompt_ids=[self.manifest["prompt_ids"][index // per_prompt] for index in indices],
+            prompts=prompts,
+            completions=[piece["completion_tokens"].tolist() for piece in pieces],
+            logprobs_T=joined("logprobs"),
+            top_ids_TK=joined("top_ids").long(),
+            top_logprobs_TK=joined("top_logprobs"),
+            tail_T=joined("tail_logprobs"),
+        )
+
+
+def open_anchors(directory: Path, origin: Origin) -> AnchorStore:
+    """Open a store after checking every file against its sha256.
+
+    Raises:
+        DataError: the directory is missing, damaged, or in another format.
+        ModelError: the anchors were made by another model or tokenizer.
+    """
+    wrong = damage(directory)
+    if wrong:
+        raise DataError(wrong, "the anchors are damaged; remove their directory and run `python -m tasks anchors` again")
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    if manifest.get("format") != FORMAT or "shards" not in manifest:
+        raise DataError(str(directory), f"holds no anchors of format {FORMAT}; remove it and run `python -m tasks anchors` again")
+    for key, kind in (("model_sha256", "model"), ("tokenizer_hash", "tokenizer")):
+        made, here = manifest[key], getattr(origin, key)
+        if made != here:
+            raise ModelError(
+                f"{directory}: its anchors come from {kind} {made}, this campaign has {kind} {here}; "
+                "run `python -m tasks anchors` again"
+            )
+    return AnchorStore(directory, manifest)
