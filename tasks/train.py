@@ -18,6 +18,7 @@ from tasks.command import main
 from tasks.registry import StagePaths
 from trainer.anchors.store import Origin, open_anchors
 from trainer.config import CampaignConfig
+from trainer.engine.port import Engine
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
 from trainer.learn.anchored import AnchorTerm
@@ -83,13 +84,22 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
         )
 
 
+def build_engine(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Engine | None:
+    """Return the engine that the configuration asks for; None stands for the plain one."""
+    if not config.train.layer_major:
+        return None
+    from trainer.engine.build import build_stateless
+
+    return build_stateless(policy, config.train, config.campaign.seed, paths.run)
+
+
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
         base = read_manifest(paths.inputs["base"]) or {}
         store = open_anchors(paths.inputs["anchors"], Origin(base["content_sha256"], base["tokenizer_hash"]))
         anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
-    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)
+    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, build_engine(config, paths, policy))
 
 
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
@@ -120,8 +130,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         sampler.close()
     policy.save(paths.out, tokenizer)
     curve = write_curve(paths.run, paths.out / CURVE)
-    trainable = sum(parameter.numel() for parameter in policy.trainable.values())
-    return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": trainable, **curve}
+    return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 
 
 if __name__ == "__main__":

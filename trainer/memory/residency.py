@@ -125,6 +125,20 @@ class Residency:
 
     split = False  # set by whoever stored lower halves beside the units
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters by every name they have, as stored; a tied one as one tensor."""
+        flats = dict(self.source.peek())
+        found: dict[str, Tensor] = {}
+        for vocabulary in self.anatomy.vocabularies.values():
+            found[vocabulary.name] = torch.cat([unit.parts[0].view(flats[unit.name]) for unit in vocabulary.units])
+        for unit in (*self.anatomy.layers, self.anatomy.outer):
+            found |= {part.name: part.view(flats[unit.name]) for part in unit.parts}
+        named = {id(m): name for name, m in self.anatomy.model.named_modules()}
+        everywhere: dict[str, Tensor] = {}
+        for name, slots in self.anatomy.slots.items():
+            everywhere |= {f"{named[id(module)]}.{attribute}".lstrip("."): found[name] for module, attribute in slots}
+        return everywhere
+
     # -- the whole model as one callable ----------------------------------------------------------------------------------
 
     def whole_model(self) -> None:
