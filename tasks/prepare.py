@@ -13,7 +13,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +125,23 @@ def gold_answer(source: PromptSource, row: Row) -> str:
     return text.strip()
 
 
+def with_scorer(source: PromptSource, row: Row) -> Row:
+    """Return the row with the scorer data that `scorer_fields` names.
+
+    Raises:
+        RowProblem: a field is missing.
+    """
+    if not source.scorer_fields:
+        return row
+    data: dict[str, Any] = {"kind": "fields"}
+    for name, field in source.scorer_fields.items():
+        value = look_up(row.fields, field)
+        if value is _NO_TEXT or value is None:
+            raise RowProblem(f"has nothing in field {field!r}, which scorer_fields.{name} needs")
+        data[name] = value
+    return replace(row, scorer={**data, **row.scorer})
+
+
 class PromptEncoder:
     """Turns a prompt's text into what the model is shown, and into token ids."""
 
@@ -210,6 +227,7 @@ def read_source(
         first = first or row
         try:
             bare = render(source, row)
+            row = with_scorer(source, row)
             answer = gold_answer(source, row)
             shown = encoder.show(source, key, bare)
             good.append(_Candidate(row.where, bare, shown, answer, encoder.encode(source, shown), row.scorer))

@@ -80,6 +80,18 @@ class Verdict:
     parts: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     detail: str = ""
+    statuses: dict[str, str] = field(default_factory=dict)  # of a mix: each part's own status
+
+
+class AnswerText(str):
+    """An answer's text that knows how many tokens it was sampled as, for verifiers that judge length."""
+
+    num_tokens: int
+
+    def __new__(cls, text: str, num_tokens: int = 0) -> AnswerText:
+        made = super().__new__(cls, text)
+        made.num_tokens = num_tokens
+        return made
 
 
 @dataclass(frozen=True)

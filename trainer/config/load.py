@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -22,6 +22,7 @@ from trainer.config.schema import CampaignConfig, Refusal
 from trainer.errors import ConfigError, ConfigErrors, nearest
 
 Tree = dict[str, Any]
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def read_yaml(path: Path) -> Tree:
@@ -90,10 +91,21 @@ def validate(tree: Tree) -> CampaignConfig:
     Raises:
         ConfigError: one mistake. ConfigErrors: several.
     """
+    return validate_as(CampaignConfig, tree)
+
+
+def validate_as(schema: type[Schema], tree: Tree, prefix: str = "") -> Schema:
+    """Return a tree as an instance of any schema of this kind; mistakes are named as in `validate`.
+
+    Args:
+        schema: a frozen pydantic model that forbids unknown keys.
+        tree: JSON types.
+        prefix: put before the key in messages.
+    """
     try:
-        return CampaignConfig.model_validate_json(json.dumps(tree))
+        return schema.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        errors = [_explain(e) for e in error.errors()]
+        errors = [_explain(e, schema, prefix) for e in error.errors()]
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
     except TypeError as error:
         raise ConfigError("recipe", "", f"holds a value that JSON cannot ({error}); quote dates and the like") from None
@@ -113,11 +125,11 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), params: Path | None
     return validate(apply_overrides(tree, overrides))
 
 
-def _explain(error: Any) -> ConfigError:
+def _explain(error: Any, schema: type[BaseModel], prefix: str) -> ConfigError:
     location = [part for part in error["loc"] if not str(part).startswith("function-")]
-    key, value, kind = ".".join(str(part) for part in location), error.get("input"), error["type"]
+    key, value, kind = ".".join(str(part) for part in ([prefix] if prefix else []) + location), error.get("input"), error["type"]
     if kind == "extra_forbidden":
-        return ConfigError(key, value, "unknown key; " + nearest(str(location[-1]), _fields_at(location[:-1])))
+        return ConfigError(key, value, "unknown key; " + nearest(str(location[-1]), _fields_at(schema, location[:-1])))
     if kind == "missing":
         return ConfigError(key, None, "is missing; set it in the recipe")
     cause = error.get("ctx", {}).get("error")
@@ -129,9 +141,9 @@ def _explain(error: Any) -> ConfigError:
     return ConfigError(key, value, message[0].lower() + message[1:])
 
 
-def _fields_at(location: Sequence[Any]) -> list[str]:
-    """Return the valid keys at a location of the schema, walking through optional and list types."""
-    model: Any = CampaignConfig
+def _fields_at(schema: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """Return the valid keys at a location of a schema, walking through optional and list types."""
+    model: Any = schema
     for part in location:
         if isinstance(part, int):
             continue

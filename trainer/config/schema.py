@@ -4,7 +4,8 @@
     prepare   prompts from sources               merge     adapter into a copy of the backbone
     base      the model that training starts at  evaluate  base beside trained
     anchors   cached reference distributions     report    the HTML page
-    reward    who judges an answer               machine   device and threads (never part of a result's identity)
+    reward    who judges an answer               preflight a look at the reward before training
+    reward_training  optional: a reward model    machine   device and threads (never part of a result's identity)
 
 A default here is the value of a key that `params.yaml` or the recipe does not set. Cross-field rules stand in the class
 that owns the fields and name the key, the value and what to set instead (`refuse`).
@@ -67,6 +68,9 @@ class PromptSource(Section):
     """The row's field with the gold answer; a dot reaches into a nested one, e.g. `reward_model.ground_truth`."""
     answer_pattern: str | None = None
     """Regular expression whose first group takes the answer out of that field, e.g. `#### (.+)$`."""
+    scorer_fields: dict[str, str] = {}
+    """What the verifier needs from a row beside the answer: name there -> field of the row. For `code`: `tests`, `entry_point`
+    and `preamble`, e.g. {tests: test, entry_point: entry_point, preamble: prompt}. Then a row needs no answer."""
     chat_template: bool = False
     """Wrap the prompt as a user turn with the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -464,13 +468,214 @@ class Train(Section):
         return self
 
 
-class Reward(Section):
-    verifier: Literal["reasoning_gym", "exact", "math"] = "exact"
-    """`reasoning_gym`: the task's own scorer. `exact`: equal to the gold answer after stripping. `math`: math-verify."""
+VerifierName = Literal[
+    "exact", "math", "reasoning_gym", "code", "regex", "format", "length", "python", "http", "reward_model", "mix"
+]
+
+
+class Code(Section):
+    """Sandbox and limits of the `code` verifier, which reads `tests`, `entry_point` and `preamble` of the prompt's scorer data
+    (prepare.sources.scorer_fields)."""
+
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "none-i-accept-the-risk"] = "auto"
+    """`auto`: bubblewrap, else namespaces of our own; whichever holds here, tried at start. Without either, code rewards refuse
+    to start unless this says `none-i-accept-the-risk`, which runs answers with your rights."""
+    cpu_seconds: Count = 5
+    """CPU time of each of an answer's processes; wall time is timeout_seconds."""
+    memory_bytes: Annotated[int, Field(ge=64 * 1024**2)] = 512 * 1024**2
+    """Address space of all of an answer's processes together."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that an answer may have; 1 forbids it to fork (threads are allowed)."""
+    open_files: Annotated[int, Field(ge=16)] = 64
+    scratch_bytes: Annotated[int, Field(ge=64 * 1024)] = 16 * 1024**2
+    """Size of its private scratch folder, empty for every answer."""
+    output_bytes: Count = 1024**2
+    """Bytes of stdout, for tests by stdin and stdout."""
+    preload: tuple[str, ...] = ()
+    """Modules imported once per worker, so that an answer's own import of them is free, e.g. [numpy]."""
+
+
+class Length(Section):
+    """The soft over-long penalty: 0 up to max_length - buffer, then linearly down to -1 at max_length and beyond."""
+
+    unit: Literal["tokens", "characters"] = "tokens"
+    max_length: Count = 1024
+    buffer: Count = 256
+
+    @model_validator(mode="after")
+    def _check(self) -> Length:
+        if self.buffer > self.max_length:
+            refuse("buffer", self.buffer, f"is more than max_length ({self.max_length}); set at most that")
+        return self
+
+
+class Http(Section):
+    """A remote judge: POST of JSON {prompt, answer, gold, scorer} to url, which replies {"score": number}."""
+
+    url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    token_variable: str | None = None
+    """Environment variable whose value is sent as a bearer token; the token itself never stands in a recipe."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Further attempts after a lost connection, 429 or 5xx; all attempts share timeout_seconds."""
+    backoff_seconds: Positive = 0.5
+    """Wait before the first retry; doubles each time."""
+    concurrency: Annotated[int, Field(ge=1, le=64)] = 8
+    """Requests at the same time."""
+
+
+class LearnedReward(Section):
+    """The `reward_model` verifier: a sequence-classification model whose first logit is the score."""
+
+    model: str = ""
+    """Local directory or hub name, e.g. artifacts/reward_model: what the optional stage reward_model trained."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    int8: bool = False
+    """Keep linear layers as INT8 with one scale per row: a quarter of the float32 bytes, multiplied in dtype."""
+    batch_size: Count = 16
+    max_tokens: Count = 2048
+    """Longer texts lose their beginning."""
+    squash: Literal["none", "sigmoid"] = "sigmoid"
+    """`sigmoid`: score in (0, 1). `none`: the bare logit."""
+    separator: str | None = None
+    """Put between prompt and answer; None takes what the model was trained with here, else nothing."""
+
+
+class Judge(Section):
+    """One verifier with its options."""
+
+    verifier: VerifierName = "exact"
+    """`exact`: equal to the gold answer after stripping. `math`: equal as mathematics (math-verify). `reasoning_gym`: the
+    task's own scorer. `code`: unit tests in a sandbox. `regex`: `pattern` is found (its group, if any, must equal the gold
+    answer). `format`: the whole answer fits `pattern`. `length`: over-long penalty. `python`: your own `function`. `http`: a
+    remote judge. `reward_model`: a learned one. `mix`: the sum of `parts`."""
     partial_credit: bool = True
     """Whether a score between 0 and 1 counts; false makes it 0."""
     timeout_seconds: Positive = 5.0
-    """Limit of one judgement."""
+    """Limit of one judgement; then its process is killed."""
+    timeout_score: float = 0.0
+    """Score of an answer whose judgement ran into the limit. It is never judged again."""
+    extract: Literal["whole", "tag", "boxed", "auto"] = "whole"
+    """What `exact` and `reasoning_gym` judge: the whole answer, what stands in <answer> tags, in the last \\boxed, or wherever
+    `math` would look. Where that is missing the answer is unparsable."""
+    pattern: str | None = None
+    """Regular expression of `regex` and `format`; None is for format `<think>...</think><answer>...</answer>`."""
+    function: str | None = None
+    """`package.module:name` of a Python function (prompt, answer, gold, scorer) -> number or bool, for `python`."""
+    code: Code = Code()
+    length: Length = Length()
+    http: Http = Http()
+    reward_model: LearnedReward = LearnedReward()
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"is not a regular expression ({error})") from None
+        return value
+
+    @field_validator("function")
+    @classmethod
+    def _has_module(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise ValueError("expected package.module:name")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Judge:
+        needs = {"regex": ("pattern", self.pattern), "python": ("function", self.function), "http": ("http.url", self.http.url)}
+        needs["reward_model"] = ("reward_model.model", self.reward_model.model)
+        key, value = needs.get(self.verifier, ("", True))
+        if not value:
+            refuse(key, value, f"the {self.verifier} verifier needs it; set it")
+        return self
+
+
+class RewardPart(Judge):
+    name: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9_-]*)?$")] = ""
+    """Name in samples and metrics; empty takes the verifier's."""
+    weight: float = 1.0
+    gate: bool = False
+    """A gate is not added: where its score is below `gate_at` the whole reward is `reward.gate_score`."""
+    gate_at: float = 1.0
+
+    @model_validator(mode="after")
+    def _no_mix(self) -> RewardPart:
+        if self.verifier == "mix":
+            refuse("verifier", "mix", "a part is one verifier; list all parts side by side")
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or self.verifier
+
+
+class Reward(Judge):
+    """Who judges an answer. One verifier, or `verifier: mix` with several `parts`."""
+
+    parts: tuple[RewardPart, ...] = ()
+    """Only with `mix`: the reward is the sum of weight x score. The first part says what an answer's status is."""
+    gate_score: float = 0.0
+    """Reward of an answer that a gate refuses."""
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes per verifier that judge at the same time; 0 takes one per core."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Reward:
+        if (self.verifier == "mix") != bool(self.parts):
+            refuse("parts", list(self.parts), "parts and `verifier: mix` belong together; set both or neither")
+        labels = [part.label for part in self.parts]
+        if len(set(labels)) < len(labels):
+            refuse("parts", labels, "every part needs a name of its own")
+        if self.parts and all(part.gate for part in self.parts):
+            refuse("parts", labels, "gates alone make no reward; add a part that is none")
+        return self
+
+    @property
+    def judges(self) -> tuple[Judge, ...]:
+        """Every verifier at work: the parts of a mix, or this one."""
+        return self.parts or (self,)
+
+
+class Preflight(Section):
+    """Scoring a sample of the base's completions before training (`tithe preflight`)."""
+
+    num_prompts: Annotated[int, Field(ge=0)] = 32
+    """Training prompts looked at, each with a group of completions; 0 skips the look before training."""
+    stop: bool = True
+    """Whether a reward that cannot teach (no difference within any group, or another verdict for the same answer) stops the
+    training before its first step."""
+
+
+class RewardTraining(Section):
+    """The optional stage reward_model: a small reward model from preference pairs, in artifacts/reward_model."""
+
+    pairs: str
+    """JSONL file of pairs, relative to the working directory or the repository."""
+    prompt_field: str = "prompt"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    base: str = "scratch"
+    """`scratch`: a tiny Llama over the pairs' characters; else a model directory or hub name, whose head begins anew."""
+    hidden_size: Count = 64
+    """Only for scratch, as num_layers and num_heads."""
+    num_layers: Count = 2
+    num_heads: Count = 4
+    separator: str = ""
+    """Put between prompt and answer."""
+    max_tokens: Count = 1024
+    epochs: Count = 3
+    batch_size: Count = 16
+    learning_rate: Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Positive = 1.0
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of prompts whose pairs only measure accuracy."""
+    min_heldout_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.55
+    """A model below it is refused: it would teach noise."""
 
 
 class Merge(Section):
@@ -531,6 +736,8 @@ class CampaignConfig(Section):
     anchors: Anchors = Anchors()
     train: Train
     reward: Reward = Reward()
+    preflight: Preflight = Preflight()
+    reward_training: RewardTraining | None = None
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
     report: Report = Report()
@@ -548,11 +755,21 @@ class CampaignConfig(Section):
             refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
-        if self.reward.verifier == "reasoning_gym":
-            other = [s.source for s in self.prepare.sources if s.kind != "reasoning_gym"]
-            if other:
-                refuse("reward.verifier", "reasoning_gym", f"{other[0]} has no reasoning_gym scorer; set exact or math")
+        self._check_reward()
         return self
+
+    def _check_reward(self) -> None:
+        for index, judge in enumerate(self.reward.judges):
+            key = f"reward.parts.{index}" if self.reward.parts else "reward"
+            if judge.verifier == "reasoning_gym":
+                other = [s.source for s in self.prepare.sources if s.kind != "reasoning_gym"]
+                if other:
+                    refuse(f"{key}.verifier", "reasoning_gym", f"{other[0]} has no reasoning_gym scorer; set exact or math")
+            if judge.verifier == "code":
+                for number, source in enumerate(self.prepare.sources):
+                    if "tests" not in source.scorer_fields:
+                        problem = "the code verifier needs to know where the tests stand; add tests: <field of the row>"
+                        refuse(f"prepare.sources.{number}.scorer_fields", source.scorer_fields, problem)
 
     def warnings(self) -> list[str]:
         """Return sentences about choices that are allowed but seldom meant."""

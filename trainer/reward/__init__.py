@@ -1,25 +1,74 @@
-"""Rewards: `build_verifier(config.reward)` gives the judge of a campaign's answers. Importable without torch."""
+"""Rewards: `build_verifier(config.reward)` gives the judge of a campaign's answers. Importable without torch.
+
+config.schema.Reward      what a recipe says             verifiers    one verifier each, and their mix
+judges, math_answers      what is right                  pool, child  workers that can be killed
+code, isolation, sandbox  programs, jailed               reward_model a learned judge (torch)
+summary                   verdicts as metrics            hacking      when a reward is gamed
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from trainer.config.schema import Reward
-from trainer.reward.verifiers import ExactVerifier, PoolVerifier
+from trainer.config.schema import Judge, Reward
+from trainer.reward.summary import summarise
+from trainer.reward.verifiers import CodeVerifier, LocalVerifier, MixVerifier, PoolVerifier, judge_length
 from trainer.types import Verifier
 
 
 def build_verifier(reward: Reward) -> Verifier:
-    """Return the verifier that the configuration asks for; nothing is started before the first answer."""
-    if reward.verifier == "exact":
-        return ExactVerifier()
+    """Return the verifier that the configuration asks for. Workers start at the first answer.
+
+    Raises:
+        ConfigError: code is to be judged on a machine that cannot isolate it.
+    """
+    num_workers = reward.num_workers or len(os.sched_getaffinity(0))
+    if not reward.parts:
+        return build_one(reward, reward.verifier, "reward", num_workers)
+    parts = [(part, build_one(part, part.label, f"reward.parts.{index}", num_workers)) for index, part in enumerate(reward.parts)]
+    return MixVerifier(parts, reward.gate_score)
+
+
+def build_one(judge: Judge, name: str, key: str, num_workers: int) -> Verifier:
+    """Return the verifier of one judge.
+
+    Args:
+        name: of its term in samples and metrics.
+        key: its place in the configuration.
+        num_workers: processes that judge at the same time.
+    """
+    if judge.verifier == "exact" and judge.extract == "whole":
+        from trainer.reward.judges import exact
+
+        return LocalVerifier(judge, name, lambda prompt, answer: exact(prompt.answer, answer))
+    if judge.verifier == "length":
+        return LocalVerifier(judge, name, judge_length(judge))
+    if judge.verifier == "code":
+        return CodeVerifier(judge, name, key, num_workers)
+    if judge.verifier == "reward_model":
+        from trainer.reward.reward_model import RewardModelVerifier
+
+        return RewardModelVerifier(judge, name, f"{key}.reward_model")
+    http = judge.http
+    options: dict[str, dict[str, Any]] = {
+        "exact": {"extract": judge.extract},
+        "reasoning_gym": {"extract": judge.extract},
+        "math": {},
+        "regex": {"pattern": judge.pattern},
+        "format": {"pattern": judge.pattern},
+        "python": {"function": judge.function},
+        "http": {**http.model_dump(exclude={"concurrency"}), "deadline_seconds": judge.timeout_seconds},
+    }
     return PoolVerifier(
-        reward.verifier,
-        f"trainer.reward.judges:make_{reward.verifier}",
-        {"partial_credit": reward.partial_credit},
-        reward.timeout_seconds,
-        min(4, os.cpu_count() or 1),
+        judge,
+        name,
+        f"trainer.reward.judges:make_{judge.verifier}",
+        options[judge.verifier],
+        f"{key}.function" if judge.verifier == "python" else f"{key}.verifier",
+        http.concurrency if judge.verifier == "http" else num_workers,
+        keeps_clock=judge.verifier == "http",
     )
 
 
-__all__ = ["build_verifier"]
+__all__ = ["build_verifier", "summarise"]

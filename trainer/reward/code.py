@@ -10,6 +10,7 @@ A job comes from the prompt's scorer data, see `to_job`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import socket
@@ -18,13 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.reward import isolation
 from trainer.reward.isolation import Kind
 from trainer.reward.pool import Finding
 from trainer.reward.sandbox import codec
 from trainer.reward.sandbox.jail import Limits
 from trainer.reward.sandbox.wire import FrameReader, frame
+from trainer.types import Prompt
 
 UNISOLATED: Kind = "none-i-accept-the-risk"
 
@@ -57,10 +59,21 @@ def walls(hidden, host_pid, memory):
         "forks": refused(os.fork),
         "memory": refused(lambda: bytearray(memory)),
         "privileges": os.getuid() != 0 and not capabilities(),
+        "libraries": bool(__import__("random").random() and __import__("csv").reader),
         "scratch": os.getcwd() == "/tmp" and os.listdir(".") == [] and open("a", "w").write("b") == 1,
     }
 """
-WALLS = ("network", "writes to the system", "other files", "other processes", "forks", "memory", "privileges", "scratch")
+WALLS = (
+    "network",
+    "writes to the system",
+    "other files",
+    "other processes",
+    "forks",
+    "memory",
+    "privileges",
+    "libraries",
+    "scratch",
+)
 
 
 @dataclass
@@ -89,7 +102,7 @@ class CodeChannel:
             self._processes = [
                 isolation.start(
                     self.kind,
-                    f"test_side.main({tests.fileno()}, {tests_candidates.fileno()})",
+                    f"test_side.main({tests.fileno()}, {tests_candidates.fileno()}, {isolated})",
                     [tests.fileno(), tests_candidates.fileno()],
                 ),
                 isolation.start(
@@ -173,11 +186,45 @@ def self_test(kind: Kind) -> str | None:
     return None if finding.status == "ok" else f"{finding.status}: {finding.detail}"
 
 
-def choose_kind(asked: str) -> Kind:
+def to_job(prompt: Prompt, answer: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """Return the job of one answer, from the prompt's scorer data.
+
+    Args:
+        prompt: its scorer holds `tests` and, where there are any, `entry_point` and `preamble`. Tests are a text of Python, a
+            list of such texts, or a list of cases {"stdin" or "input": text, "stdout" or "output": text}; such a list may also
+            come as JSON text.
+
+    Raises:
+        DataError: there are no tests that can be read.
+    """
+    scorer = prompt.scorer
+    tests = scorer.get("tests")
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            tests = json.loads(tests)
+    if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
+        pairs = zip(tests["inputs"], tests["outputs"], strict=False)
+        tests = [{"stdin": given, "stdout": wanted} for given, wanted in pairs]
+    job = {"text": answer, "preamble": str(scorer.get("preamble") or ""), "limits": limits}
+    if isinstance(tests, str) and tests.strip():
+        return {**job, "style": "function", "entry_point": str(scorer.get("entry_point") or ""), "tests": [tests]}
+    if isinstance(tests, list | tuple) and tests and all(isinstance(test, str) for test in tests):
+        return {**job, "style": "function", "entry_point": str(scorer.get("entry_point") or ""), "tests": list(tests)}
+    if isinstance(tests, list | tuple) and tests and all(isinstance(test, dict) for test in tests):
+        cases = [{"stdin": t.get("stdin", t.get("input")), "stdout": t.get("stdout", t.get("output"))} for t in tests]
+        if all(isinstance(text, str) for case in cases for text in case.values()):
+            return {**job, "style": "program", "cases": cases}
+    raise DataError(
+        f"prompt {prompt.id} of source {prompt.source}", "its scorer data has no `tests` that the code verifier can read"
+    )
+
+
+def choose_kind(asked: str, key: str = "reward.code.sandbox") -> Kind:
     """Return the kind of sandbox to use.
 
     Args:
         asked: `auto`, or one kind.
+        key: configuration key to name.
 
     Raises:
         ConfigError: none isolates here, and the recipe did not accept the risk.
@@ -193,7 +240,7 @@ def choose_kind(asked: str) -> Kind:
                 return kind
             problems.append(f"{kind}: {problem}")
     raise ConfigError(
-        "reward.code.sandbox",
+        key,
         asked,
         "this machine does not isolate ("
         + "; ".join(problems)

@@ -49,6 +49,9 @@ def bubblewrap_command(command: list[str]) -> list[str]:
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user"]
+    targets = [target for _, target in binds()]
+    for folder in sorted({str(above) for target in targets for above in Path(target).parents} - {"/"}):
+        words += ["--perms", "0755", "--dir", folder]  # else they are closed to all but the owner
     for source, target in binds():
         link = os.path.islink(source)
         words += ["--symlink", os.readlink(source), target] if link else ["--ro-bind", source, target]
@@ -74,7 +77,8 @@ def start(kind: Kind, call: str, descriptors: list[int]) -> subprocess.Popen[byt
     else:
         command = python_command(outside, call)
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONHASHSEED": "0"}
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    environment["MALLOC_ARENA_MAX"] = "1"  # an arena per thread would eat an answer's address space
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen(
         command, pass_fds=descriptors, env=environment | threads, stdin=subprocess.DEVNULL, start_new_session=True
     )

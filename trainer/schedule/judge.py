@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.types import Completion, Group, Prompt, Sample, Verifier
+from trainer.types import AnswerText, Completion, Group, Prompt, Sample, Verifier
 
 
 def completion_text(tokenizer: Any, completion: Completion) -> str:
@@ -27,7 +27,8 @@ def judge(prompts: Sequence[Prompt], completions: Sequence[Completion], tokenize
     decoded: dict[tuple[int, ...], str] = {}
     for completion in completions:
         if completion.token_ids not in decoded:
-            decoded[completion.token_ids] = completion_text(tokenizer, completion)
+            text = completion_text(tokenizer, completion)
+            decoded[completion.token_ids] = AnswerText(text, len(completion.token_ids))
     texts = [decoded[completion.token_ids] for completion in completions]
     answers = {(prompt.id, text): (prompt, text) for prompt, text in zip(prompts, texts, strict=True)}
     verdicts = dict(zip(answers, verifier.score(list(answers.values())), strict=True))

@@ -1,7 +1,7 @@
 """The candidate side: a keeper that forks jailed inmates, and what an inmate does with the code that it is sent.
 
     keeper     {"run": 7, "limits": {...}} and a socket  ->  {"pid": ...}        on its socket to the test side's keeper
-               {"kill": 7}                               ->  {"ended": exit status, "signal": ...}
+               {"kill": 7, "wait_seconds": 0.0}          ->  {"ended": exit status, or -1 when killed, "signal": ...}
     inmate     first frame on its socket: {"style", "text", "preamble", "entry_point"}. Style `function`: load the code, then
                answer calls. Style `program`: the socket becomes stdin and stdout, and the code runs as a script
 
@@ -14,6 +14,7 @@ import contextlib
 import gc
 import io
 import os
+import select
 import signal
 import socket
 import sys
@@ -133,9 +134,9 @@ def run_program(stream: socket.socket, job: dict[str, Any]) -> None:
     os.dup2(stream.fileno(), 1)
     os.dup2(null, 2)
     stream.close()
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), encoding="utf-8", errors="replace")
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "rb")), encoding="utf-8", errors="surrogateescape")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "wb")), encoding="utf-8", errors="surrogateescape")
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "wb")), encoding="utf-8", errors="replace")
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
     status = 0
@@ -156,12 +157,11 @@ def be_inmate(stream: socket.socket, limits: jail.Limits, isolated: bool) -> NoR
     """Shut the jail, then run what arrives; never returns."""
     status = 70
     try:
+        os.setsid()  # kill(0) reaches the whole process group, past any process namespace
         jail.close_all_but(stream.fileno())
         if isolated:
             jail.private_files(limits)
             os.chdir(jail.SCRATCH)
-        else:
-            os.setpgid(0, 0)
         jail.shut(limits)
         body = read_frame(stream)
         if body is not None:
@@ -220,11 +220,15 @@ class Keeper:
             os.write(write_end, f"{error}".encode())
         os._exit(0)
 
-    def end(self) -> dict[str, Any]:
-        """Kill the inmate, with everything in its process namespace, and say how it ended."""
+    def end(self, wait_seconds: float) -> dict[str, Any]:
+        """Give the inmate time to end, kill it with everything in its process namespace, and say how it ended."""
         if not self.pid:
             return {"ended": 0, "signal": 0}
         pid, self.pid = self.pid, 0
+        if wait_seconds > 0:
+            handle = os.pidfd_open(pid)
+            select.select([handle], [], [], wait_seconds)
+            os.close(handle)
         done, status = os.waitpid(pid, os.WNOHANG)
         if not done:
             (os.kill if self.isolated else kill_group)(pid, signal.SIGKILL)
@@ -244,13 +248,14 @@ class Keeper:
             if "run" in request:
                 answer = self.start(socket.socket(fileno=descriptors[0]), jail.Limits(**request["limits"]))
             else:
-                answer = self.end()
+                answer = self.end(request["wait_seconds"])
             self.control.sendall(frame(codec.dumps(answer)))
 
 
 def main(descriptor: int, isolated: bool, preload: list[str]) -> None:
     """Warm up (imports, then freeze the heap so that forks share it), then keep."""
-    jail.become_nobody()
+    if isolated:
+        jail.become_nobody()
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     for name in preload:
         __import__(name)

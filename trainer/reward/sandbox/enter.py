@@ -80,6 +80,7 @@ def move_in(base: str) -> None:
 def main(order: str) -> None:
     """Build the sandbox and become, inside it, the command."""
     plan = json.loads(order)
+    os.umask(0o022)
     user, group = os.getuid(), os.getgid()
     flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     if kernel.has_capability(21):

@@ -19,7 +19,10 @@ class NoCodeError(ValueError):
 
 
 def defines(code: str, name: str) -> bool:
-    return re.search(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*=", code, re.M) is not None
+    return (
+        re.search(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*=", code, re.M)
+        is not None
+    )
 
 
 def compiles(code: str) -> bool:

@@ -52,7 +52,7 @@ def counts_tasks_per_namespace() -> bool:
 def set_rlimits(limits: Limits) -> None:
     """Bind this process and its children; soft limits equal hard ones, so no signal handler sees them coming."""
     if limits.processes > 1 or counts_tasks_per_namespace():
-        tasks = max(limits.processes, MAX_THREADS)
+        tasks = limits.processes if limits.processes > 1 else MAX_THREADS
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
     for kind, value in (
         (resource.RLIMIT_AS, limits.memory_bytes // limits.processes),
@@ -69,9 +69,7 @@ def set_rlimits(limits: Limits) -> None:
 def new_namespaces() -> None:
     """Move the children of this process into namespaces of their own; needs no privilege but user namespaces."""
     user, group = os.getuid(), os.getgid()
-    kernel.unshare(
-        kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    )
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     kernel.map_ids(INNER_ID, user, group)
 
 

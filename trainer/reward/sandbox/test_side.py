@@ -1,10 +1,10 @@
 """The test side: takes jobs from the trainer, runs the tests against a jailed candidate, keeps the clock, gives the verdict.
 
-    {"style": "function", "text", "preamble", "entry_point", "tests": [source, ...], "limits"}
-        a fork runs the tests, the candidate's functions are proxies in it; the verdict comes over a pipe of the fork's own
-    {"style": "program", "text", "preamble", "cases": [{"stdin", "stdout"}, ...], "limits"}
-        nothing but comparing text: done here, one jailed run of the program per case
-    -> [index, status, score, detail, seconds]      score: share of tests passed; 1 only when all did
+{"style": "function", "text", "preamble", "entry_point", "tests": [source, ...], "limits"}
+    a fork runs the tests, the candidate's functions are proxies in it; the verdict comes over a pipe of the fork's own
+{"style": "program", "text", "preamble", "cases": [{"stdin", "stdout"}, ...], "limits"}
+    nothing but comparing text: done here, one jailed run of the program per case
+-> [index, status, score, detail, seconds]      score: share of tests passed; 1 only when all did
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .wire import frame, read_frame
 
 Finding = tuple[str, float, str]
 TESTS_MEMORY_BYTES = 1024**3
+DYING_SECONDS = 0.1  # between a dead candidate's last byte and its exit status
 
 
 class Keeper:
@@ -84,13 +85,11 @@ class Keeper:
         os.close(read_end)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        ended = self._order({"kill": 1})
+        status, score, detail, gone = codec.loads(said) if said else ("error", 0.0, "the tests' process died", False)
+        ended = self._order({"kill": 1, "wait_seconds": DYING_SECONDS if gone else 0.0})
         if said is None:
             return "timeout", 0.0, f"no verdict within {limits.wall_seconds:g} s"
-        if not said:
-            return "error", 0.0, "the tests' process died"
-        status, score, detail = codec.loads(said)
-        if ended["signal"] == signal.SIGKILL and status != "ok":
+        if ended["signal"] == signal.SIGKILL and gone:
             return "timeout", 0.0, f"CPU limit of {limits.cpu_seconds} s"
         return status, float(score), detail
 
@@ -103,8 +102,9 @@ class Keeper:
                 return "error", 0.0, f"the sandbox could not start: {error}"
             order = frame(codec.dumps({"style": "program", "text": job["text"], "preamble": job["preamble"]}))
             output = talk(stream, order + case["stdin"].encode("utf-8", "surrogateescape"), deadline, limits.output_bytes)
+            left = deadline - time.monotonic() if output is not None and len(output) <= limits.output_bytes else 0.0
+            ended = self._order({"kill": 1, "wait_seconds": max(0.0, left)})
             stream.close()
-            ended = self._order({"kill": 1})
             if output is None:
                 return "timeout", 0.0, f"case {number}: no end within {limits.wall_seconds:g} s"
             if ended["signal"] == signal.SIGKILL:
@@ -113,6 +113,8 @@ class Keeper:
                 return "unparsable", 0.0, "no program in the answer"
             if len(output) > limits.output_bytes:
                 detail = detail or f"case {number}: more than {limits.output_bytes} bytes of output"
+            elif ended["ended"] == -1:
+                return "timeout", 0.0, f"case {number}: no end within {limits.wall_seconds:g} s"
             elif ended["ended"] != 0:
                 detail = detail or f"case {number}: exit status {ended['ended']}"
             elif same_output(output[1:].decode("utf-8", "replace"), case["stdout"]):
@@ -188,11 +190,10 @@ def _same_word(got: str, want: str) -> bool:
 def run_tests(job: dict[str, Any], stream: socket.socket, write_end: int, limits: jail.Limits) -> NoReturn:
     """Be the fork that runs the tests: bound as an inmate is, and alone with the candidate's socket and the verdict's pipe."""
     try:
+        os.setsid()
         jail.close_all_but(stream.fileno(), write_end)
         jail.shut(
-            jail.Limits(
-                cpu_seconds=limits.cpu_seconds + 1, memory_bytes=TESTS_MEMORY_BYTES, open_files=32, scratch_bytes=1024**2
-            )
+            jail.Limits(cpu_seconds=limits.cpu_seconds + 1, memory_bytes=TESTS_MEMORY_BYTES, open_files=32, scratch_bytes=1024**2)
         )
         finding = tests.judge(job, stream)
         os.write(write_end, codec.dumps(finding))
@@ -200,9 +201,10 @@ def run_tests(job: dict[str, Any], stream: socket.socket, write_end: int, limits
         os._exit(0)
 
 
-def main(trainer: int, candidates: int) -> None:
+def main(trainer: int, candidates: int, isolated: bool) -> None:
     """Warm up, then keep."""
-    jail.become_nobody()
+    if isolated:
+        jail.become_nobody()
     gc.collect()
     gc.freeze()
     Keeper(socket.socket(fileno=trainer), socket.socket(fileno=candidates)).run()

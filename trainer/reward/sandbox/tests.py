@@ -37,14 +37,15 @@ class Tally:
             self.passed += 1
         else:
             self.failed += 1
-            self.reason = self.reason or reason
+            self.reason = self.reason or reason[:200]
 
 
 class CountAsserts(ast.NodeTransformer):
     """Wrap every assert so that it is counted and the next one still runs."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        source = f"try:\n    assert 0\nexcept Exception as __e__:\n    {COUNTER}(False, str(__e__))\nelse:\n    {COUNTER}(True)"
+        said = f"{ast.unparse(node)[:120]!r} + f' {{type(__e__).__name__}} {{__e__}}'"
+        source = f"try:\n    pass\nexcept Exception as __e__:\n    {COUNTER}(False, {said})\nelse:\n    {COUNTER}(True)"
         (statement,) = ast.parse(source).body
         assert isinstance(statement, ast.Try)
         statement.body = [node]
@@ -81,29 +82,30 @@ def load_preamble(preamble: str, namespace: dict[str, Any]) -> None:
         return
 
 
-def judge(job: dict[str, Any], stream: socket.socket) -> tuple[str, float, str]:
-    """Return status, share of tests passed, and the first failure's reason."""
+def judge(job: dict[str, Any], stream: socket.socket) -> tuple[str, float, str, bool]:
+    """Return status, share of tests passed, the first failure's reason, and whether the candidate's process is gone."""
     try:
         trees = [ast.parse(source) for source in job["tests"]]
     except (SyntaxError, ValueError) as error:
-        return "error", 0.0, f"the tests are not Python: {error}"
+        return "error", 0.0, f"the tests are not Python: {error}", False
     candidate = Candidate(stream)
     tally = Tally()
     try:
         stream.sendall(frame(codec.dumps({key: job[key] for key in ("style", "text", "preamble", "entry_point")})))
         greeting = candidate.receive()
         if "unparsable" in greeting:
-            return "unparsable", 0.0, str(greeting["unparsable"])[:200]
+            return "unparsable", 0.0, str(greeting["unparsable"])[:200], False
         if "raise" in greeting:
-            return "wrong", 0.0, f"while loading: {greeting['raise']}"[:200]
+            return "wrong", 0.0, f"while loading: {greeting['raise']}"[:200], False
         run_all(job, trees, candidate, tally)
     except (CandidateGoneError, OSError) as gone:
         tally.note(False, str(gone))
     total = max(tally.passed + tally.failed, count_asserts(trees))
     if candidate.gone or tally.failed or not tally.passed:
         share = min(tally.passed / total, 1 - 1e-6) if total else 0.0
-        return "wrong", 0.0 if candidate.gone else share, candidate.gone or tally.reason or "no test ran"
-    return "ok", 1.0, f"{tally.passed} passed"
+        reason = candidate.gone or tally.reason or "no test ran"
+        return "wrong", 0.0 if candidate.gone else share, reason, bool(candidate.gone)
+    return "ok", 1.0, f"{tally.passed} passed", False
 
 
 def run_all(job: dict[str, Any], trees: list[ast.Module], candidate: Candidate, tally: Tally) -> None:

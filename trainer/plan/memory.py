@@ -1,0 +1,652 @@
+"""The memory ledger: every byte that a campaign holds, by phase and place, each with its name, formula and number.
+
+    device   one training device           host   one host of the training devices
+    sampler  one device of a sampling pool of its own           disk   one host's disk
+
+On a machine without a GPU the device is the main memory, so what other machines keep on the host counts there too. Terms that
+one phase holds are not added to another's: the peak of a place is its fullest phase.
+
+Legend in formulas: P parameters, T parameters that train, N devices, L layers, h hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainer.plan.card import Block, ModelCard
+from trainer.plan.request import BYTES, PlanRequest
+
+PHASES = ("load", "sample", "score", "train", "sync", "merge", "evaluate")
+PLACES = ("device", "sampler", "host", "disk")
+ALWAYS = PHASES
+_WORKING = ("sample", "score", "train", "sync")
+COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in its defaults (5e8 elements)
+OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
+INT4_GROUP = 128  # weights that share a 16-bit scale
+EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
+CPU_CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of the ledger."""
+
+    place: str
+    name: str
+    bytes: float
+    formula: str
+    phases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    terms: tuple[Term, ...]
+
+    def total(self, place: str, phase: str) -> float:
+        return sum(term.bytes for term in self.terms if term.place == place and phase in term.phases)
+
+    def phases(self, place: str) -> dict[str, float]:
+        """Return the bytes that each phase holds in a place."""
+        return {phase: self.total(place, phase) for phase in PHASES}
+
+    def peak(self, place: str) -> tuple[float, str]:
+        """Return (bytes, phase) of the fullest phase."""
+        return max(((self.total(place, phase), phase) for phase in PHASES), key=lambda pair: pair[0])
+
+    def at(self, place: str, phase: str) -> list[Term]:
+        """Return a phase's terms in a place, largest first; nothing and zero are left out."""
+        held = [term for term in self.terms if term.place == place and phase in term.phases and term.bytes > 0]
+        return sorted(held, key=lambda term: -term.bytes)
+
+    def find(self, place: str, name: str) -> float:
+        """Return the bytes of the terms of a name in a place."""
+        return sum(term.bytes for term in self.terms if term.place == place and term.name == name)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the request implies, worked out once and shared by the three ledgers. Bytes a parameter or counts."""
+
+    weight_bytes: float  # of one stored weight of the model that trains (LoRA: of the backbone)
+    engine_bytes: float  # of one weight of the engine's copy
+    activation_bytes: int
+    gradient_bytes: float
+    master: bool
+    trained: float  # parameters that train
+    shards: int  # devices that share one copy of weights, gradients and state
+    state_bytes: float  # optimizer state, master included, of the whole model
+    rank_tokens: float  # tokens of a pass on one rank
+    micro_tokens: float  # tokens of one micro-batch
+    num_micro: float  # micro-batches of a pass on one rank
+    sample_devices: int  # devices that sample, shared or own
+    engine_spread: int  # devices that share one copy of the engine's weights
+    kv_bits: int
+
+
+def sizes_of(request: PlanRequest) -> Sizes:
+    """Return the sizes that follow from a request."""
+    card, choices = request.card, request.choices
+    train, sample, batch = choices.train, choices.sample, choices.batch
+    weight = BYTES[train.dtype]
+    is_lora = train.method == "lora"
+    activation = 4 if (train.compute_dtype or ("float32" if train.dtype == "float32" else "bfloat16")) == "float32" else 2
+    own = float(activation) if is_lora and weight < 2 else weight  # an adapter on a quantised backbone is not quantised
+    gradient = BYTES[train.gradient_dtype] if train.gradient_dtype else own
+    master = train.master if train.master is not None else (train.rule in ("adamw", "sgd") and own < 4)
+    trained = float(request.adapter_parameters if is_lora else card.parameters)
+    moments = 8.0 if train.rule == "adamw" else 0.0
+    state = trained * (moments + (4.0 if master else 0.0))
+    if is_lora and train.lora.optimizer_bytes_per_parameter is not None:
+        state = trained * max(train.lora.optimizer_bytes_per_parameter - own - gradient, 0.0)
+    engine = BYTES[sample.dtype] if sample.dtype else max(weight, 1.0)
+    sample_devices = sample.devices or choices.devices
+    rank_tokens = batch.trained_tokens / choices.devices
+    micro = float(batch.micro_batch_tokens)
+    return Sizes(
+        weight_bytes=weight,
+        engine_bytes=engine,
+        activation_bytes=activation,
+        gradient_bytes=gradient,
+        master=master,
+        trained=trained,
+        shards=choices.devices if train.residency in ("sharded", "zero3") else 1,
+        state_bytes=state,
+        rank_tokens=rank_tokens,
+        micro_tokens=min(micro, max(rank_tokens, batch.prompt_tokens + batch.completion_tokens)),
+        num_micro=max(1.0, rank_tokens / micro),
+        sample_devices=sample_devices,
+        engine_spread=_engine_spread(request, engine, sample_devices),
+        kv_bits=sample.kv_bits or 8 * activation,
+    )
+
+
+def _engine_spread(request: PlanRequest, engine_bytes: float, devices: int) -> int:
+    """Return how many devices share one copy of the sampler's weights."""
+    choices = request.choices
+    if choices.sample.tensor_parallel is not None:
+        return min(choices.sample.tensor_parallel, devices)
+    if choices.sample.engine == "embedded":
+        return choices.devices if choices.train.residency in ("sharded", "zero3") else 1
+    share = 0.6 if choices.sample.devices or choices.sample.sleeps else 0.3
+    spread = 1
+    while spread < devices and request.card.parameters * engine_bytes / spread > share * request.hardware.device.memory_bytes:
+        spread *= 2
+    return min(spread, devices)
+
+
+class Bill:
+    """Collects terms; places that a machine does not have fold into those it has."""
+
+    def __init__(self, request: PlanRequest):
+        self.terms: list[Term] = []
+        self.on_cpu = request.hardware.is_cpu
+        self.has_pool = request.choices.sample.devices > 0
+
+    def add(self, place: str, name: str, size: float, formula: str, phases: Iterable[str] = ALWAYS) -> None:
+        if place == "sampler" and not self.has_pool:
+            place = "device"
+        if place == "host" and self.on_cpu:
+            place = "device"
+        if size > 0:
+            self.terms.append(Term(place, name, float(size), formula, tuple(phases)))
+
+
+def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLedger:
+    """Return the memory ledger of a request."""
+    sizes = sizes or sizes_of(request)
+    bill = Bill(request)
+    _fixed(bill, request)
+    _weights(bill, request, sizes)
+    _update(bill, request, sizes)
+    _activations(bill, request, sizes)
+    _reference(bill, request, sizes)
+    _reward(bill, request)
+    _sampling(bill, request, sizes)
+    _handover(bill, request, sizes)
+    _disk(bill, request, sizes)
+    factor = request.hardware.efficiency.memory
+    if factor != 1.0:
+        fixed = ("worker process", "driver and libraries")
+        bill.terms = [
+            t
+            if t.place == "disk" or t.name in fixed
+            else Term(t.place, t.name, t.bytes * factor, f"{t.formula} x {factor:.2f} as calibrated", t.phases)
+            for t in bill.terms
+        ]
+    return MemoryLedger(tuple(bill.terms))
+
+
+# -- what is always there ---------------------------------------------------------------------------------------------------
+
+
+def _fixed(bill: Bill, request: PlanRequest) -> None:
+    hardware, choices = request.hardware, request.choices
+    if hardware.is_cpu:
+        bill.add("device", "worker process", hardware.process_bytes, "Python, torch and transformers before any model")
+    else:
+        per_host = min(hardware.host.devices, choices.devices)
+        bill.add(
+            "device", "driver and libraries", hardware.context_bytes, "context, kernels and collective buffers of one device"
+        )
+        bill.add(
+            "host",
+            "worker processes",
+            hardware.process_bytes * per_host,
+            f"{per_host} workers x {hardware.process_bytes / 1e9:.1f} GB",
+        )
+        if bill.has_pool:
+            bill.add(
+                "sampler", "driver and libraries", hardware.context_bytes, "context, kernels and collective buffers of one device"
+            )
+
+
+def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, train, devices = request.card, request.choices.train, request.choices.devices
+    total, w = card.parameters * sizes.weight_bytes, sizes.weight_bytes
+    hosts = request.hardware.hosts(devices)
+    if train.residency == "resident":
+        bill.add("device", "weights", total, f"P {card.parameters:,} x {w:g} B")
+    elif train.residency == "tiered":
+        unit = max(block.parameters for block in card.blocks) * w
+        slots = min(train.slots, card.num_layers)
+        bill.add("device", "layer slots", slots * unit, f"{slots} slots x largest layer {unit / 1e6:,.0f} MB")
+        hot = min(train.resident_layers, card.num_layers)
+        bill.add("device", "resident layers", hot * unit, f"{hot} layers x {unit / 1e6:,.0f} MB")
+        edge = min(max(card.embedding, card.head) * w, 2 * unit)
+        bill.add("device", "chunks of embedding and head", edge, "at most two layers' worth of the larger of the two")
+        if train.cold == "host":
+            bill.add("host", "cold weights", total / hosts, f"P x {w:g} B / {hosts} hosts")
+            if train.method == "full":
+                bill.add(
+                    "host",
+                    "second slot of changed layers",
+                    total / hosts,
+                    "a step is atomic: new weights stand beside the old until it ends",
+                    ("train",),
+                )
+        else:
+            bill.add("host", "read-ahead slots", 3 * unit, "3 host slots x largest layer")
+            copies = 2 if train.method == "full" else 1
+            bill.add(
+                "disk",
+                "cold weights",
+                copies * total / hosts,
+                f"{copies} x P x {w:g} B / {hosts} hosts (old and new beside each other)"
+                if copies > 1
+                else f"P x {w:g} B / {hosts} hosts",
+            )
+    else:
+        n = sizes.shards
+        bill.add("device", "weights", total / n, f"P {card.parameters:,} x {w:g} B / {n} devices")
+        unit = card.largest_unit * (w if w >= 1 else 1)
+        bill.add(
+            "device",
+            "gathered layers",
+            train.slots * unit,
+            f"{train.slots} x largest layer {unit / 1e9:,.2f} GB",
+            ("score", "train"),
+        )
+        bill.add(
+            "device", "collective buffers", min(COLLECTIVE_BUFFER, total), "flat buffers of gather and reduce", ("score", "train")
+        )
+    if w < 1:
+        bill.add(
+            "device",
+            "scales of int4 weights",
+            card.parameters / INT4_GROUP * 2 / sizes.shards,
+            f"one 16-bit scale for {INT4_GROUP} weights",
+        )
+    if train.method == "lora":
+        own = max(sizes.activation_bytes, 2.0) if w < 2 else w
+        bill.add(
+            "device", "adapter", sizes.trained * own / sizes.shards, f"T {int(sizes.trained):,} x {own:g} B" + _over(sizes.shards)
+        )
+
+
+def _over(shards: int) -> str:
+    return f" / {shards} devices" if shards > 1 else ""
+
+
+# -- gradients, optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, train = request.card, request.choices.train
+    g, shards = sizes.gradient_bytes, sizes.shards
+    if train.rule == "stateless":
+        if train.layer_major:
+            layer = card.largest_block * 4
+            bill.add("device", "gradient of one layer", layer, "largest layer x 4 B: exact accumulation in float32", ("train",))
+        else:
+            bill.add(
+                "device",
+                "gradient of one tensor",
+                card.largest_tensor * g,
+                f"largest tensor {card.largest_tensor:,} x {g:g} B",
+                ("train",),
+            )
+        work = 8 * min(card.largest_tensor, 2**24)
+        bill.add("device", "update workspace", work, "float32 copies of weight and gradient, 16M elements at a time", ("train",))
+        return
+    bill.add("device", "gradients", sizes.trained * g / shards, f"T {int(sizes.trained):,} x {g:g} B" + _over(shards), ("train",))
+    if train.method == "full" and shards > 1:
+        bill.add("device", "gradients before reduction", card.largest_unit * g, "one layer's, whole", ("train",))
+    parts = (["float32 master 4"] if sizes.master else []) + (["m 4", "v 4"] if train.rule == "adamw" else [])
+    if not sizes.state_bytes:
+        return
+    each = sizes.state_bytes / sizes.trained if sizes.trained else 0
+    formula = f"T x {each:g} B ({', '.join(parts)})" + _over(shards)
+    if train.optimizer_offload == "none":
+        bill.add("device", "optimizer state", sizes.state_bytes / shards, formula)
+    else:
+        hosts = request.hardware.hosts(request.choices.devices)
+        copies = 1 if shards > 1 else min(request.hardware.host.devices, request.choices.devices)
+        bill.add(
+            "device", "offload buckets", min(OFFLOAD_BUCKET, sizes.state_bytes), "staging for the offloaded optimizer", ("train",)
+        )
+        per_host = sizes.state_bytes / hosts if shards > 1 else sizes.state_bytes * copies
+        bill.add("host" if train.optimizer_offload == "host" else "disk", "optimizer state", per_host, formula + ", offloaded")
+
+
+# -- activations --------------------------------------------------------------------------------------------------------------
+
+
+def saved_per_token(block: Block, hidden: int, activation_bytes: int, lora_targets: tuple[str, ...] | None = None) -> float:
+    """Return bytes that one block's forward keeps for backward, per token.
+
+    Counted from what autograd saves in transformers' blocks with fused attention: a norm keeps its float32 input and its
+    normalised value, attention its queries, keys, values and output, a gated MLP four times its width. A frozen backbone
+    keeps no input of a linear layer that has no adapter.
+
+    Args:
+        block: the block.
+        hidden: hidden size.
+        activation_bytes: 4 or 2.
+        lora_targets: adapter targets; None where every weight trains.
+    """
+    b = activation_bytes
+    in_float32 = 4
+    frozen = lora_targets is not None
+    last = {t.rpartition(".")[2] for t in lora_targets or ()}
+    reads_attention = not frozen or bool(
+        last & {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "c_attn"}
+    )
+    reads_mlp = not frozen or bool(last & {"gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"})
+    reads_out = not frozen or bool(last & {"o_proj", "out_proj", "dense"})
+    reads_down = not frozen or bool(last & {"down_proj", "fc2", "dense_4h_to_h"})
+    normed = 0 if frozen else b
+    total = float(block.hidden_norms * hidden * (in_float32 + normed))
+    total += hidden * b * (reads_attention + reads_mlp)
+    if block.head_norms:
+        total += (block.query_width + block.key_width) * (in_float32 + normed)
+    total += b * (block.query_width + block.key_width + block.value_width + block.output_width)
+    total += b * block.latent_width * 2
+    if reads_out and frozen:
+        total += 0  # attention's output is kept by attention itself
+    width = block.mlp_width
+    total += b * width * ((3 if block.gated else 1) + reads_down)
+    if block.num_experts:
+        each = 2 * hidden + block.expert_width * (4 if block.gated else 2)
+        total += b * block.experts_per_token * each
+    return total
+
+
+def backward_per_token(block: Block, hidden: int, activation_bytes: int) -> float:
+    """Return bytes of gradients of activations that exist at once inside one block's backward, per token."""
+    width = max(block.mlp_width, block.expert_width * block.experts_per_token, block.query_width)
+    return float(activation_bytes * (2 * hidden + 3 * width))
+
+
+def logits_per_token(vocab_size: int, activation_bytes: int) -> float:
+    """Return bytes of one token's logits with their gradient: as computed, in float32, and two float32 gradients."""
+    return float(vocab_size * (12 if activation_bytes == 4 else activation_bytes + 12))
+
+
+def _saved(card: ModelCard, request: PlanRequest, b: int) -> tuple[float, float]:
+    """Return (sum over layers, largest layer) of saved bytes per token."""
+    train = request.choices.train
+    targets = train.lora.target_modules if train.method == "lora" else None
+    each = [(block.count, saved_per_token(block, card.hidden_size, b, targets)) for block in card.blocks]
+    return sum(count * size for count, size in each), max(size for _, size in each)
+
+
+def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, train = request.card, request.choices.train
+    b, tokens, h = sizes.activation_bytes, sizes.micro_tokens, card.hidden_size
+    every, largest = _saved(card, request, b)
+    inner_backward = max(backward_per_token(block, h, b) for block in card.blocks)
+    if train.recompute or train.layer_major:
+        held = sizes.rank_tokens if train.layer_major else tokens
+        of = "all micro-batches of a step" if train.layer_major else "one micro-batch"
+        place = "host" if train.boundary == "host" else "device"
+        boundary = (card.num_layers + 1) * held * h * b
+        copies = min(request.hardware.host.devices, request.choices.devices) if place == "host" else 1
+        bill.add(
+            place,
+            "activations between layers",
+            boundary * copies,
+            f"(L + 1) x {held:,.0f} tokens x h x {b} B, of {of}" + (f", x {copies} devices" if copies > 1 else ""),
+            ("train",),
+        )
+        if place == "host":
+            bill.add("device", "activations in flight", 2 * tokens * h * b, "two boundaries of one micro-batch", ("train",))
+        inside = tokens * (largest + inner_backward)
+        formula = f"{tokens:,.0f} tokens x {largest + inner_backward:,.0f} B kept and worked on in one layer"
+    else:
+        inside = tokens * (every + inner_backward)
+        formula = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {inner_backward:,.0f} B worked on in one)"
+    logit_tokens = min(tokens, train.head_chunk_tokens or tokens)
+    per_logit = logits_per_token(card.vocab_size, b)
+    if bill.on_cpu:
+        logit_tokens = min(logit_tokens, max(1.0, CPU_CHUNK_ELEMENTS // card.vocab_size))
+    logits = logit_tokens * per_logit
+    if train.recompute or train.layer_major:  # logits are gone when the last layer is worked on
+        name = "activations of one layer, or logits"
+        bill.add(
+            "device",
+            name,
+            max(inside, logits),
+            formula
+            if inside >= logits
+            else f"{logit_tokens:,.0f} tokens x V {card.vocab_size:,} x {per_logit / card.vocab_size:g} B",
+            ("train",),
+        )
+    else:
+        bill.add("device", "activations", inside, formula, ("train",))
+        bill.add(
+            "device",
+            "logits",
+            logits,
+            f"{logit_tokens:,.0f} tokens x V {card.vocab_size:,} x {per_logit / card.vocab_size:g} B",
+            ("train",),
+        )
+
+
+# -- reference, reward ----------------------------------------------------------------------------------------------------------
+
+
+def _reference(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, reference = request.card, request.choices.reference
+    hosts, devices = request.hardware.hosts(request.choices.devices), request.choices.devices
+    if reference.kind == "resident":
+        size = BYTES[reference.dtype] if reference.dtype else sizes.weight_bytes
+        bill.add(
+            "device", "reference model", card.parameters * size / sizes.shards, f"P x {size:g} B, frozen" + _over(sizes.shards)
+        )
+    elif reference.kind == "int8_streamed":
+        size = BYTES[reference.dtype or "int8"]
+        bill.add(
+            "host", "reference model", card.parameters * size / hosts, f"P x {size:g} B / {hosts} hosts, streamed layer by layer"
+        )
+        slots = 2
+        wide = card.largest_block * (size + sizes.activation_bytes)
+        bill.add("device", "reference slots", slots * wide, f"{slots} x largest layer, as stored and as computed", ("score",))
+    elif reference.kind == "engine":
+        size = BYTES[reference.dtype] if reference.dtype else sizes.engine_bytes
+        bill.add(
+            "sampler",
+            "reference model",
+            card.parameters * size / sizes.engine_spread,
+            f"P x {size:g} B / {sizes.engine_spread} devices",
+        )
+    elif reference.kind == "anchors":
+        top = 65
+        bill.add(
+            "host",
+            "anchors of a batch",
+            64 * request.choices.batch.longest * top * 8,
+            "64 completions x tokens x 65 entries x 8 B",
+            ("train",),
+        )
+    if reference.kind in ("resident", "int8_streamed", "adapter_off"):
+        h, b = card.hidden_size, sizes.activation_bytes
+        widest = max(backward_per_token(block, h, b) for block in card.blocks)
+        tokens = sizes.micro_tokens
+        logit_tokens = min(tokens, request.choices.train.head_chunk_tokens or tokens)
+        size = tokens * (h * b + widest) + logit_tokens * card.vocab_size * (b + 4)
+        bill.add(
+            "device",
+            "activations while scoring",
+            size,
+            f"{tokens:,.0f} tokens of one layer, logits of {logit_tokens:,.0f}",
+            ("score",),
+        )
+    assert devices >= 1
+
+
+def _reward(bill: Bill, request: PlanRequest) -> None:
+    reward, hardware = request.choices.reward, request.hardware
+    if not reward.parameters or reward.place == "elsewhere":
+        return
+    size = reward.parameters * BYTES[reward.dtype]
+    if reward.place == "host":
+        bill.add(
+            "host",
+            "reward model",
+            size / hardware.hosts(request.choices.devices),
+            f"{reward.parameters:,.0f} x {BYTES[reward.dtype]:g} B",
+            ("score",),
+        )
+    else:
+        pool = request.choices.sample.devices or request.choices.devices
+        bill.add("sampler", "reward model", size / pool, f"{reward.parameters:,.0f} x {BYTES[reward.dtype]:g} B / {pool} devices")
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------------------
+
+
+def kv_sequences(request: PlanRequest, sizes: Sizes) -> float:
+    """Return the sequences whose cache one device (or group of devices) holds: the pool's, over its copies of the weights."""
+    copies = max(1, sizes.sample_devices // sizes.engine_spread)
+    return max(1.0, min(request.choices.sample.sequences, request.choices.batch.samples) / copies)
+
+
+def kv_pool_bytes(request: PlanRequest, sizes: Sizes) -> float:
+    """Return the bytes of the cache on one device."""
+    sample, batch = request.choices.sample, request.choices.batch
+    paged = sample.engine == "vllm"
+    # A paged cache holds sequences as long as they are, not as long as they may get: mean prompt, half-grown to cap.
+    length = math.ceil(batch.prompt_tokens + batch.completion_tokens) if paged else batch.longest
+    page = sample.page_tokens if paged else 1
+    one = request.card.kv_bytes(length, sizes.kv_bits, page, windows=paged)
+    return kv_sequences(request, sizes) * one / sizes.engine_spread * (1 - sample.kv_host_share)
+
+
+def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, choices, sample = request.card, request.choices, request.choices.sample
+    spread, batch = sizes.engine_spread, choices.batch
+    own = sample.devices > 0
+    asleep = sample.sleeps and not own
+    together = choices.schedule.kind == "colocated"
+    while_sampling: tuple[str, ...] = ("sample", "evaluate") + (("train", "score", "sync") if own or together else ())
+    if sample.engine == "vllm":
+        held = ("sample", "evaluate", "sync") if asleep else ALWAYS
+        weights = card.parameters * sizes.engine_bytes / spread
+        bill.add("sampler", "engine's weights", weights, f"P x {sizes.engine_bytes:g} B / {spread} devices", held)
+        if sizes.engine_bytes < 1:
+            bill.add(
+                "sampler",
+                "engine's scales",
+                card.parameters / INT4_GROUP * 2 / spread,
+                f"one 16-bit scale for {INT4_GROUP} weights",
+                held,
+            )
+        bill.add("sampler", "engine's workspace", 1.5e9, "activations of prefill, captured graphs", held)
+        kv_phases = held if not (asleep or own or together) else (while_sampling if asleep or together else ALWAYS)
+    else:
+        kv_phases = while_sampling
+    length = batch.longest if sample.engine == "embedded" else math.ceil(batch.prompt_tokens + batch.completion_tokens)
+    sequences = kv_sequences(request, sizes)
+    kind = f"pages of {sample.page_tokens}" if sample.engine == "vllm" else "static slots"
+    per_token = card.kv_bytes_per_token(sizes.kv_bits)
+    formula = f"{sequences:,.0f} sequences x {length:,} tokens x {per_token:,.0f} B, {kind}" + _over(spread)
+    kv = kv_pool_bytes(request, sizes)
+    bill.add("sampler", "KV cache", kv, formula, kv_phases)
+    if sample.kv_host_share:
+        bill.add(
+            "host",
+            "cold KV pages",
+            kv / (1 - sample.kv_host_share) * sample.kv_host_share,
+            f"{sample.kv_host_share:.0%} of the cache",
+            kv_phases,
+        )
+    if sample.engine == "embedded":
+        prefill = min(EMBEDDED_PREFILL_TOKENS, max(sequences * batch.prompt_tokens, batch.prompt_tokens))
+        b, h = sizes.activation_bytes, card.hidden_size
+        widest = max(backward_per_token(block, h, b) for block in card.blocks)
+        bill.add(
+            "device",
+            "prefill activations",
+            prefill * (2 * h * b + widest),
+            f"{prefill:,.0f} tokens of one layer",
+            ("sample", "evaluate"),
+        )
+        bill.add(
+            "device", "distributions of one token", sequences * card.vocab_size * 12, "sequences x V x 3 x 4 B", while_sampling
+        )
+        if choices.train.residency in ("sharded", "zero3", "tiered"):
+            unit = card.largest_unit * max(sizes.weight_bytes, 1)
+            bill.add(
+                "device",
+                "gathered layers while sampling",
+                choices.train.slots * unit,
+                f"{choices.train.slots} x largest layer",
+                ("sample", "evaluate"),
+            )
+
+
+# -- hand-over, merge, disk ---------------------------------------------------------------------------------------------------------
+
+
+def sync_kind(request: PlanRequest) -> str:
+    """Return what the sampler is given: nothing (embedded), the adapter, a merged model or the weights."""
+    sample, train = request.choices.sample, request.choices.train
+    if sample.engine == "embedded":
+        return "none"
+    return sample.sync or ("adapter" if train.method == "lora" else "weights")
+
+
+def _handover(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, train = request.card, request.choices.train
+    kind = sync_kind(request)
+    shard = min(5.0e9, card.parameters * 2.0)
+    if kind == "weights":
+        bucket = max(card.largest_unit * max(sizes.weight_bytes, 1), 1.0e9)
+        bill.add("device", "hand-over bucket", bucket, "one layer, gathered to be sent", ("sync",))
+        bill.add(
+            "sampler",
+            "hand-over bucket",
+            card.largest_unit * max(sizes.engine_bytes, 1) / sizes.engine_spread,
+            "one layer, received",
+            ("sync",),
+        )
+    if kind == "merge":
+        bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("sync", "merge"))
+    elif train.method == "lora":
+        bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("merge",))
+    if request.hardware.is_cpu:
+        bill.add(
+            "device",
+            "file pages while loading",
+            min(5.0e9, card.parameters * sizes.weight_bytes),
+            "the largest file shard, mapped",
+            ("load",),
+        )
+    else:
+        bill.add("host", "file pages while loading", min(5.0e9, card.parameters * 2.0) * 2, "two file shards, staged", ("load",))
+
+
+def checkpoint_bytes(request: PlanRequest, sizes: Sizes) -> float:
+    """Return the bytes of one checkpoint: weights that train (float32 masters where there are any) and optimizer state."""
+    own = sizes.weight_bytes if request.choices.train.method == "full" else max(sizes.weight_bytes, 2.0)
+    weights = 0.0 if sizes.master else sizes.trained * own
+    return weights + sizes.state_bytes
+
+
+def _disk(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    card, hosts = request.card, request.hardware.hosts(request.choices.devices)
+    shared = f" / {hosts} hosts" if hosts > 1 else ""
+    bill.add(
+        "disk",
+        "base model",
+        card.parameters * max(sizes.weight_bytes, 2.0) / hosts,
+        f"P x {max(sizes.weight_bytes, 2.0):g} B{shared}",
+    )
+    bill.add(
+        "disk",
+        "checkpoints",
+        3 * checkpoint_bytes(request, sizes) / hosts,
+        f"(2 kept + 1 being written) x weights and state{shared}",
+        ("train", "sync", "merge", "evaluate"),
+    )
+    own = (
+        card.parameters * 2.0 if request.choices.train.method == "full" or sync_kind(request) == "merge" else sizes.trained * 2.0
+    )
+    bill.add("disk", "policies handed on", 2 * own / hosts, f"2 x {own / 1e9:,.1f} GB{shared}", ("sync", "merge", "evaluate"))
+    if request.choices.train.method == "lora":
+        bill.add("disk", "merged model", card.parameters * 2.0 / hosts, f"P x 2 B{shared}", ("merge", "evaluate"))
+    if request.choices.schedule.kind == "async":
+        pool = request.choices.schedule.pool_samples * request.choices.batch.longest * 16
+        bill.add("disk", "experience pool", pool, f"{request.choices.schedule.pool_samples:,} samples x tokens x 16 B", _WORKING)

@@ -1,0 +1,194 @@
+"""This machine as a hardware description: cores, memory, copies, disk, matrix speed, GPUs. A few seconds.
+
+Rates are the best of a few short tries, because other work on the machine can only make a try slower. Memory is what is free
+now, inside the cgroup's limit. A GPU that the library knows keeps its library figures for what is not measured here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer.config.load import validate_as
+from trainer.plan.hardware import Hardware, library
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+
+def best_rate(amount: float, work: Callable[[], object], tries: int = 4, seconds: float = 0.6) -> float:
+    """Return the highest amount per second of several runs of some work, within a time budget."""
+    best, begin = 0.0, time.perf_counter()
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        end = time.perf_counter()
+        best = max(best, amount / max(end - start, 1e-9))
+        if end - begin > seconds:
+            break
+    return best
+
+
+def _number(paths: tuple[str, ...]) -> float | None:
+    for path in paths:
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return float(text)
+    return None
+
+
+def free_memory_bytes() -> float:
+    """Return the memory that a new process of this user could fill now: free of the machine and below the cgroup's limit."""
+    free = float(psutil.virtual_memory().available)
+    limit, used = _number(_CGROUP_LIMITS), _number(_CGROUP_USES)
+    if limit is not None and used is not None and limit < psutil.virtual_memory().total:
+        free = min(free, limit - used)
+    return max(free, 1.0)
+
+
+def disk_rate(directory: Path, size: int = 64 * 2**20) -> float:
+    """Return bytes per second of writing a file and reading it back past the page cache; the slower of the two."""
+    block = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+
+        def write() -> None:
+            file.seek(0)
+            for _ in range(size // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+
+        written = best_rate(size, write, tries=2)
+
+        def read() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(2**22):
+                pass
+
+        return min(written, best_rate(size, read, tries=2))
+
+
+def copy_rate(size: int = 64 * 2**20) -> float:
+    """Return bytes per second of one memory copy."""
+    source, target = bytearray(size), bytearray(size)
+    view = memoryview(target)
+
+    def copy() -> None:
+        view[:] = source
+
+    copy()
+    return best_rate(size, copy)
+
+
+def _cpu() -> dict[str, Any]:
+    """Measure the cores with torch: matrix products in float32, and the cost of one small operation."""
+    import torch
+
+    size = 768
+    left, right = torch.rand(size, size), torch.rand(size, size)
+    flops = best_rate(2 * size**3, lambda: left @ right, tries=8)
+    small, count = torch.rand(8, 8), 2000
+
+    def operations() -> None:
+        for _ in range(count):
+            torch.add(small, small)
+
+    launch = 1 / best_rate(count, operations)
+    return {"training_flops": flops, "peak_flops": None, "launch_seconds": launch}
+
+
+def _gpu() -> dict[str, Any] | None:
+    """Describe the first GPU that torch sees, measured where it is quick; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    known = _library_device(properties.name, float(properties.total_memory))
+    size = 8192
+    left = torch.rand(size, size, device="cuda", dtype=torch.bfloat16)
+
+    def product() -> None:
+        for _ in range(4):
+            left @ left
+        torch.cuda.synchronize()
+
+    product()
+    matrix = best_rate(4 * 2 * size**3, product)
+    pinned = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        target.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize()
+
+    copy()
+    free, _ = torch.cuda.mem_get_info()
+    measured = {"host_link_bytes_per_second": best_rate(2**28, copy), "memory_bytes": float(free)}
+    fallback = {
+        "training_flops": 0.5 * matrix,
+        "hbm_bytes_per_second": 1.0e12,
+        "link_bytes_per_second": 25.0e9,
+        "network_bytes_per_second": 1.25e9,
+    }
+    known.pop("host", None)
+    return {"kind": "cuda", **fallback, **known, **measured, "name": properties.name}
+
+
+def _library_device(name: str, memory_bytes: float) -> dict[str, Any]:
+    """Return the library's figures for a GPU by the words of its name and the nearest memory size."""
+    words = set(re.findall(r"[a-z]*\d+[a-z]*", name.lower()))
+    fits = {
+        key: tree
+        for key, tree in library()[0].items()
+        if words & set(re.findall(r"[a-z]*\d+[a-z]*", key.split("-")[0] + "-" + key))
+    }
+    fits = {key: tree for key, tree in fits.items() if abs(tree["memory_bytes"] - memory_bytes) < 0.15 * memory_bytes}
+    return dict(next(iter(fits.values()))) if fits else {}
+
+
+def probe_local(directory: Path | None = None) -> Hardware:
+    """Return this machine's description.
+
+    Args:
+        directory: where the disk is measured; None takes the working directory.
+    """
+    directory = directory or Path.cwd()
+    disk = disk_rate(directory)
+    copied = copy_rate()
+    free = free_memory_bytes()
+    cores = len(os.sched_getaffinity(0))
+    total_disk = psutil.disk_usage(str(directory))
+    gpu = _gpu()
+    host = {"memory_bytes": free, "disk_bytes": float(max(total_disk.free, 1)), "disk_bytes_per_second": disk, "cores": cores}
+    notes = [f"{cores} cores, {free / 1e9:.1f} GB of memory free now of {psutil.virtual_memory().total / 1e9:.1f} GB"]
+    if gpu is not None:
+        import torch
+
+        tree: dict[str, Any] = {"device": gpu, "host": {"devices": torch.cuda.device_count(), **host}}
+        notes.append(f"{torch.cuda.device_count()} x {gpu['name']}")
+    else:
+        device = {
+            "name": f"cpu-{cores}",
+            "kind": "cpu",
+            "memory_bytes": free,
+            "hbm_bytes_per_second": 2 * copied,  # a copy reads and writes
+            "link_bytes_per_second": copied,
+            "host_link_bytes_per_second": disk,
+            "network_bytes_per_second": copied,
+            **_cpu(),
+        }
+        tree = {"device": device, "host": {"devices": 1, **host}, "context_bytes": 0.0, "reserve": 0.05}
+        notes.append("no GPU: main memory is the device, the disk is the cold tier")
+    return validate_as(Hardware, {"name": "local", "notes": notes, **tree}, "hardware")

@@ -1,0 +1,122 @@
+"""What a step computes: floating-point operations and the seconds they take alone, before any transfer.
+
+A forward pass costs 2 operations per multiplied parameter and token. Training every weight costs three forwards (forward,
+gradient of activations, gradient of weights), a frozen backbone two; recomputation adds one. Kernels and Python cost
+`launch_seconds` each, which is what binds tiny models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.plan.memory import Sizes, kv_sequences
+from trainer.plan.request import PlanRequest
+
+FORWARD_OPERATIONS = 45  # small operations of one decoder block's forward in transformers
+DECODE_OPERATIONS = 60  # with the cache
+CONTINUOUS_BATCHING = 0.9  # share of slots that work while requests wait
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of computation alone, per step, and what they are made of."""
+
+    train_flops: float  # of one device
+    train_seconds: float
+    score_flops: float
+    score_seconds: float
+    score_on_sampler: bool
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: float
+    decode_step_seconds: float  # one token for every active sequence
+    decode_bytes: float  # read from device memory in one decode step, per device
+    active_sequences: float  # on one copy of the engine
+    sample_flops: float  # of one device
+    multiplier: int  # forward passes that training amounts to
+
+
+def train_multiplier(request: PlanRequest) -> int:
+    """Return how many forward passes a forward with backward amounts to."""
+    train = request.choices.train
+    passes = 3 if train.method == "full" else 2
+    return passes + (1 if train.recompute or train.layer_major else 0)
+
+
+def touched_experts(num_experts: int, per_token: int, tokens: float) -> float:
+    """Return the expected number of experts that some tokens choose, if they choose evenly."""
+    return num_experts * (1 - (1 - per_token / num_experts) ** max(tokens, 1.0))
+
+
+def read_parameters(request: PlanRequest, tokens: float) -> float:
+    """Return the parameters that one decode step of some sequences reads."""
+    card = request.card
+    total = float(card.parameters - (card.embedding if card.head else 0))
+    for block in card.blocks:
+        if block.num_experts:
+            idle = 1 - touched_experts(block.num_experts, block.experts_per_token, tokens) / block.num_experts
+            total -= block.count * block.experts * idle
+    return total
+
+
+def work_of(request: PlanRequest, sizes: Sizes) -> Work:
+    """Return a step's work."""
+    card, choices, device = request.card, request.choices, request.hardware.device
+    efficiency, batch = request.hardware.efficiency, choices.batch
+    context = (batch.prompt_tokens + batch.completion_tokens) / 2
+    forward = card.forward_flops(sizes.rank_tokens, context)
+    multiplier = train_multiplier(request)
+    launches = card.num_layers * FORWARD_OPERATIONS * device.launch_seconds
+    visits = sizes.num_micro * batch.passes
+    train_flops = forward * multiplier * batch.passes + 2 * sizes.trained * sizes.rank_tokens * batch.passes * (
+        choices.train.method == "lora"
+    )
+    train_seconds = train_flops / (device.training_flops * efficiency.train) + visits * launches * (multiplier + 1)
+    update = sizes.trained * 4 * 6 / device.hbm_bytes_per_second / sizes.shards * batch.passes * batch.minibatches
+    scores = choices.reference.kind in ("resident", "int8_streamed", "adapter_off", "engine")
+    on_sampler = choices.reference.kind == "engine"
+    score_devices = sizes.sample_devices if on_sampler else choices.devices
+    score_flops = forward * choices.devices / score_devices if scores else 0.0
+    score_seconds = score_flops / (device.training_flops * efficiency.score) + (sizes.num_micro * launches if scores else 0.0)
+    decode = _decode(request, sizes)
+    return Work(
+        train_flops=train_flops,
+        train_seconds=train_seconds
+        + (update if choices.train.rule == "adamw" and choices.train.optimizer_offload == "none" else 0.0),
+        score_flops=score_flops,
+        score_seconds=score_seconds,
+        score_on_sampler=on_sampler,
+        multiplier=multiplier,
+        **decode,
+    )
+
+
+def _decode(request: PlanRequest, sizes: Sizes) -> dict[str, float]:
+    """Return the sampler's part: prefill once a prompt, then one token a step for every active sequence."""
+    card, choices, device = request.card, request.choices, request.hardware.device
+    efficiency, batch = request.hardware.efficiency, choices.batch
+    spread = sizes.engine_spread
+    copies = max(1, sizes.sample_devices // spread)
+    slots = kv_sequences(request, sizes)
+    tokens = batch.samples * batch.completion_tokens / copies  # of one copy
+    longest = batch.longest - batch.prompt_tokens if batch.max_completion_tokens else 2 * batch.completion_tokens
+    steps = max(tokens / slots / CONTINUOUS_BATCHING, min(longest, 2 * batch.completion_tokens))
+    active = tokens / steps
+    context = batch.prompt_tokens + batch.completion_tokens / 2
+    weights = read_parameters(request, active) * (sizes.engine_bytes if choices.sample.engine == "vllm" else sizes.weight_bytes)
+    read = (weights + active * card.kv_bytes(int(context), sizes.kv_bits)) / spread
+    flops = card.forward_flops(active, context) / spread
+    seconds = max(read / (device.hbm_bytes_per_second * efficiency.decode), flops / (device.training_flops * efficiency.score))
+    operations = DECODE_OPERATIONS if choices.sample.engine == "embedded" else 4  # an engine replays a captured graph
+    step = seconds + card.num_layers * operations * device.launch_seconds
+    prompts = batch.prompts_per_step * batch.prompt_tokens / copies
+    prefill = card.forward_flops(prompts, batch.prompt_tokens / 2) / spread
+    return {
+        "prefill_seconds": prefill / (device.training_flops * efficiency.score),
+        "decode_seconds": steps * step,
+        "decode_steps": steps,
+        "decode_step_seconds": step,
+        "decode_bytes": read,
+        "active_sequences": active,
+        "sample_flops": prefill + flops * steps,
+    }
