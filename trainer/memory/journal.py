@@ -8,6 +8,7 @@ It need not survive a crash: weights in memory do not either, and a run goes on 
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ class Journal:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory, prefix="journal-")  # noqa: SIM115
+            weakref.finalize(self, self._file.close)
         self._entries: list[Entry] = []
         self._places: list[_Place] = []
         self.num_bytes = 0
