@@ -101,7 +101,8 @@ class Mover(Watch):
         source, where = self.residency.source, slice(part.start, part.start + part.numel)
         stored, low = source.open(unit.name)[where], self.residency.low(unit)
         low_N = None if low is None else low[where]
-        undo = None if source.journal is None else UnitUndo(source.journal, unit.name, part.start)
+        journal = source.journal_of(unit.name)
+        undo = None if journal is None else UnitUndo(journal, unit.name, part.start)
         self._move(part, stored, low_N, moved.reshape(-1), undo, start=part.offset)
         if low is not None:
             source.close(low_of(unit.name), changed=True)
@@ -112,7 +113,8 @@ class Mover(Watch):
         source, width = self.residency.source, part.shape[-1]
         stored_VD, low = part.view(source.open(unit.name)), self.residency.low(unit)
         stored, low_N = stored_VD[rows_U].flatten(), None if low is None else part.view(low)[rows_U].flatten()
-        undo = None if source.journal is None else RowsUndo(source.journal, unit.name, part.start, rows_U, width)
+        journal = source.journal_of(unit.name)
+        undo = None if journal is None else RowsUndo(journal, unit.name, part.start, rows_U, width)
         rows = rows_U + part.offset // width
         self._move(part, stored, low_N, moved_UD.reshape(-1), undo, rows_U=rows, width=width)
         stored_VD[rows_U] = stored.view(-1, width)

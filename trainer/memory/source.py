@@ -20,11 +20,13 @@ from trainer.memory.journal import Journal
 
 
 class LayerSource(Protocol):
-    journal: Journal | None  # takes old values before they are overwritten; None where the source keeps a second copy
-
     def expect(self, units: Sequence[str]) -> None: ...
     def open(self, unit: str) -> Tensor: ...
     def close(self, unit: str, changed: bool = False) -> None: ...
+    def journal_of(self, unit: str) -> Journal | None:
+        """Return what takes a unit's old values before they are overwritten; None where the source keeps a second copy."""
+        ...
+
     def begin(self) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> None: ...
@@ -51,7 +53,7 @@ class MemorySource:
 
     def __init__(self, flats: Mapping[str, Tensor], journal_directory: Path | None):
         self.flats = dict(flats)
-        self.journal: Journal | None = Journal(journal_directory)
+        self.journal = Journal(journal_directory)
 
     def expect(self, units: Sequence[str]) -> None:
         """Everything is here already."""
@@ -62,15 +64,16 @@ class MemorySource:
     def close(self, unit: str, changed: bool = False) -> None:
         """The buffer was changed in place."""
 
+    def journal_of(self, unit: str) -> Journal | None:
+        return self.journal
+
     def begin(self) -> None:
-        assert self.journal is not None
         self.journal.clear()
 
     def commit(self) -> None:
         """The journal stays until the next step begins, for its size to be read."""
 
     def rollback(self) -> None:
-        assert self.journal is not None
         for entry in self.journal.entries():
             entry.restore(self.flats[entry.unit])
 
@@ -81,8 +84,7 @@ class MemorySource:
         self.flats[unit].copy_(flat)
 
     def metrics(self) -> dict[str, float]:
-        return {"memory/journal_bytes": float(self.journal.num_bytes if self.journal else 0)}
+        return {"memory/journal_bytes": float(self.journal.num_bytes)}
 
     def shutdown(self) -> None:
-        if self.journal is not None:
-            self.journal.close()
+        self.journal.close()
