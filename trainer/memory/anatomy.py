@@ -96,15 +96,14 @@ class Anatomy:
     """The units of a model and the modules that own their parameters.
 
     Args:
-        model: a causal language model; parameters that require no gradient are units too, those of an adapter are not.
-        adapter: parameters that stay in their modules and belong to no unit, by id.
+        model: a causal language model, before any adapter is put into it; its weights may be on the meta device.
         block_elements: most elements of a block of vocabulary rows; None takes those of the largest decoder block.
 
     Raises:
         ModelError: no decoder blocks, embedding or head can be found.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: frozenset[int] = frozenset(), block_elements: int | None = None):
+    def __init__(self, model: PreTrainedModel, block_elements: int | None = None):
         self.model = model
         self.decoder: Any = model.get_decoder()
         self.embedding: Any = model.get_input_embeddings()
@@ -116,7 +115,7 @@ class Anatomy:
         names: dict[int, str] = {}
         for module_name, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in adapter:
+                if parameter is not None:
                     name = names.setdefault(id(parameter), f"{module_name}.{attribute}" if module_name else attribute)
                     self.slots.setdefault(name, []).append((module, attribute))
         self.parameters: dict[str, nn.Parameter] = {name: getattr(*slots[0]) for name, slots in self.slots.items()}
@@ -124,7 +123,7 @@ class Anatomy:
         free = dict(self.parameters)
         self.layers: list[Unit] = []
         for index, block in enumerate(self.blocks):
-            own = {id(parameter) for parameter in block.parameters()} - adapter
+            own = {id(parameter) for parameter in block.parameters()}
             mine = {name: parameter for name, parameter in free.items() if id(parameter) in own}
             free = {name: parameter for name, parameter in free.items() if name not in mine}
             self.layers.append(_unit(f"layers.{index}", mine))

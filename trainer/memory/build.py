@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +21,53 @@ def compute_dtype_of(stored: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else stored
 
 
-def buffers(anatomy: Anatomy, release: bool) -> Iterator[tuple[Unit, Tensor]]:
+class Loaded:
+    """The weights of a model that has them, each given up once it was read."""
+
+    def __init__(self, anatomy: Anatomy):
+        self.anatomy = anatomy
+        first = next(iter(anatomy.parameters.values()))
+        self.dtype, self.device = first.dtype, first.device
+        assert all(parameter.dtype == self.dtype for parameter in anatomy.parameters.values()), "weights of several types"
+
+    def read(self, name: str) -> Tensor:
+        parameter = self.anatomy.parameters[name]
+        weight = parameter.detach()
+        parameter.data = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return weight
+
+
+class Reader(Protocol):
+    """Where weights come from, each read once."""
+
+    dtype: torch.dtype  # in which they are to be stored
+    device: torch.device  # on which the model computes
+
+    def read(self, name: str) -> Tensor: ...
+
+
+def buffers(anatomy: Anatomy, reader: Reader, device: torch.device, whole: bool = False) -> Iterator[tuple[Unit, Tensor]]:
     """Yield every unit with a new buffer that holds its weights.
 
     Args:
-        anatomy: of a model with its weights.
-        release: whether the model's own tensors are given up, each as soon as it is copied.
+        anatomy: of the model.
+        reader: of its weights.
+        device: where the buffers lie.
+        whole: whether the blocks of a vocabulary matrix are to lie one after the other in one buffer.
     """
     for vocabulary in anatomy.vocabularies.values():
-        weight = anatomy.parameters[vocabulary.name].detach()
-        whole = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device).copy_(weight.flatten())
-        if release:
-            anatomy.parameters[vocabulary.name].data = torch.empty(0)
+        weight = reader.read(vocabulary.name)
+        if whole:
+            weight = weight.to(device, reader.dtype, copy=True)
         for unit in vocabulary.units:
-            begin = unit.parts[0].offset
-            yield unit, whole[begin : begin + unit.numel]
+            rows = weight[slice(*vocabulary.rows(unit))].reshape(-1)
+            yield unit, rows if whole else rows.to(device, reader.dtype, copy=True)
     for unit in (*anatomy.layers, anatomy.outer):
-        parameters = [anatomy.parameters[part.name] for part in unit.parts]
-        if not parameters:
-            continue
-        flat = torch.zeros(unit.numel, dtype=parameters[0].dtype, device=parameters[0].device)
-        assert all(parameter.dtype == flat.dtype for parameter in parameters), "a unit of several types"
-        for part, parameter in zip(unit.parts, parameters, strict=True):
-            part.view(flat).copy_(parameter.detach())
-            if release:
-                parameter.data = torch.empty(0)
-        yield unit, flat
+        if unit.parts:
+            flat = torch.zeros(unit.numel, dtype=reader.dtype, device=device)
+            for part in unit.parts:
+                part.view(flat).copy_(reader.read(part.name))
+            yield unit, flat
 
 
 def resident(
@@ -54,7 +76,6 @@ def resident(
     trains: bool = True,
     split: bool = False,
     journal_directory: Path | None = None,
-    adapter: frozenset[int] = frozenset(),
     block_elements: int | None = None,
 ) -> Residency:
     """Keep all weights in memory as they are stored.
@@ -64,23 +85,22 @@ def resident(
         trains: whether its weights train.
         split: whether bfloat16 weights get lower halves, so that together they are float32.
         journal_directory: where the undo journal's file goes; None keeps it in memory.
-        adapter: ids of parameters that stay in their modules.
         block_elements: most elements of a block of vocabulary rows.
     """
-    anatomy = Anatomy(model, adapter, block_elements)
-    stored = next(iter(anatomy.parameters.values())).dtype
-    device = model.device
-    compute = compute_dtype_of(stored, device)
-    direct = compute == stored
+    anatomy = Anatomy(model, block_elements)
+    reader = Loaded(anatomy)
+    device = reader.device
+    compute = compute_dtype_of(reader.dtype, device)
+    direct = compute == reader.dtype
     flats: dict[str, Tensor] = {}
-    for unit, flat in buffers(anatomy, release=True):
+    for unit, flat in buffers(anatomy, reader, device, whole=True):
         flats[unit.name] = flat
         if split:
             flats[low_of(unit.name)] = torch.zeros(unit.numel, dtype=torch.int16, device=device)
     if direct:
         _views(anatomy, flats, trains)
     else:
-        _placeholders(anatomy, compute, device)
+        placeholders(anatomy, compute, device)
     residency = Residency(anatomy, MemorySource(flats, journal_directory), trains, compute, direct)
     residency.split = split
     if not direct:
@@ -94,28 +114,30 @@ def streamed(
     *,
     trains: bool = True,
     split: bool = False,
-    adapter: frozenset[int] = frozenset(),
     block_elements: int | None = None,
+    reader: Reader | None = None,
 ) -> Residency:
     """Move all weights out of a model into a source that fetches them when they are needed.
 
     Args:
         model: changed in place; goes on working as a whole.
         make_source: takes the anatomy and all units' buffers, one by one.
-        trains, split, adapter, block_elements: as in `resident`.
+        trains, split, block_elements: as in `resident`.
+        reader: of weights that the model does not have; None: it has them.
     """
-    anatomy = Anatomy(model, adapter, block_elements)
-    stored, device = next(iter(anatomy.parameters.values())).dtype, model.device
-    compute = compute_dtype_of(stored, device)
+    anatomy = Anatomy(model, block_elements)
+    weights = reader or Loaded(anatomy)
+    device = weights.device
+    compute = compute_dtype_of(weights.dtype, device)
 
     def each() -> Iterator[tuple[str, Tensor]]:
-        for unit, flat in buffers(anatomy, release=True):
+        for unit, flat in buffers(anatomy, weights, torch.device("cpu")):
             yield unit.name, flat
             if split:
                 yield low_of(unit.name), torch.zeros(unit.numel, dtype=torch.int16)
 
     source = make_source(anatomy, each())
-    _placeholders(anatomy, compute, device)
+    placeholders(anatomy, compute, device)
     residency = Residency(anatomy, source, trains, compute, direct=False)
     residency.split = split
     residency.whole_model()
@@ -137,7 +159,8 @@ def _views(anatomy: Anatomy, flats: dict[str, Tensor], trains: bool) -> None:
             parameter.requires_grad_(trains)
 
 
-def _placeholders(anatomy: Anatomy, dtype: torch.dtype, device: torch.device) -> None:
+def placeholders(anatomy: Anatomy, dtype: torch.dtype, device: torch.device) -> None:
+    """Take all weights out of a model; one of their shape stays in each place."""
     shapes = {part.name: part.shape for unit in (*anatomy.layers, anatomy.outer) for part in unit.parts}
     shapes |= {vocabulary.name: vocabulary.shape for vocabulary in anatomy.vocabularies.values()}
     for name, shape in shapes.items():

@@ -3,12 +3,12 @@
     plan (expect) --reader thread--> slot --open--> computing --close(changed)--> writer thread --> the unit's other file
                                                                                      commit: the manifest names it
 
-    layers.3.0 layers.3.1 ...   two versions of a unit; a step writes the one that is not current, so that undoing it is forgetting it
+    layers.3.0 layers.3.1 ...   two versions of a unit; a step writes the one that is not current, so undoing it is forgetting it
     current.json                which one is current, sizes and types
 
-Slots are as many as are read ahead, plus one that computes, one that is written, and one for lower halves where weights are split.
-A slot keeps its unit until another one needs it, so the layers around the turn from forward to backward are not read twice.
-The files are working copies: a run that was killed goes on from its checkpoint and makes them anew.
+Slots are as many as are read ahead, plus one that computes, one that is written, and one for lower halves where weights are
+split. A slot keeps its unit until another one needs it, so the layers around the turn from forward to backward are not read
+twice. The files are working copies: a run that was killed goes on from its checkpoint and makes them anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ CURRENT = "current.json"
 _BLOCK = 2**24  # bytes of one read or write
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     buffer: Tensor  # bytes
     unit: str | None = None
@@ -114,6 +114,8 @@ class DiskSource:
         resident: units that stay in memory, with an undo journal in the directory.
         split: lower halves are among the units, and are open together with their units.
         drop_cache: keep no copy in the page cache of the operating system.
+        more_slots: beside those, for units that stay open while a device copies them.
+        new_buffer: makes a slot's memory of so many bytes; pinned memory where a device copies out of it.
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class DiskSource:
         resident: Collection[str] = (),
         split: bool = False,
         drop_cache: bool = False,
+        more_slots: int = 0,
+        new_buffer: Callable[[int], Tensor] | None = None,
     ):
         self.directory, self.prefetch, self.drop_cache = directory, prefetch, drop_cache
         shutil.rmtree(directory, ignore_errors=True)
@@ -138,8 +142,9 @@ class DiskSource:
             else:
                 write_from(self._path(name, 0), _bytes(flat), drop_cache)
         largest = max((f.num_bytes for name, f in self._facts.items() if name not in self._resident), default=0)
-        count = prefetch + 2 + split
-        self._slots = [_Slot(torch.empty(largest, dtype=torch.uint8)) for _ in range(count)]
+        count = prefetch + 2 + split + more_slots
+        make = new_buffer or (lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        self._slots = [_Slot(make(largest)) for _ in range(count)]
         self._where: dict[str, _Slot] = {}
         self._plan: deque[str] = deque()
         self._pending: set[str] = set()  # units whose other version was written in this step

@@ -134,22 +134,23 @@ class LayerMajor:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, passage: Passage, slopes: Sequence[TokenScores], sink: Sink) -> bool:
+    def backward(self, passage: Passage, slopes: Sequence[TokenScores], sink: Sink | None) -> bool:
         """Run backward through all layers and give every gradient to the sink as soon as it is whole.
 
         Args:
             passage: from forward; can be used again, as long as no weight has moved.
             slopes: gradients of the loss by the scores of each work.
-            sink: where gradients go, when the units train. Adapters inside the modules collect theirs in `.grad`.
+            sink: where gradients go; None where the units do not train. Adapters inside the modules collect theirs in `.grad`.
 
         Returns:
             False when the sink abandoned the step; some of its gradients were then applied already.
         """
+        assert (sink is not None) == self.residency.trains
         last = passage.boundaries[-1]
         hidden_slopes = [torch.zeros(seen.hidden_TD.shape, device=self.device) for seen in passage.scored]
         head = self._head_gradient(passage, slopes, hidden_slopes)
         outer: Gradients = {}
-        if self.residency.trains and not self.anatomy.tied and not sink.passes(self.anatomy.head_rows.group, head.squares):
+        if sink is not None and not self.anatomy.tied and not sink.passes(self.anatomy.head_rows.group, head.squares):
             return False
         flow = [self._through_leave(m, passage, self._here(h), hidden_slopes[m], outer) for m, h in enumerate(last)]
         for number in reversed(range(len(self.anatomy.layers))):
@@ -162,7 +163,7 @@ class LayerMajor:
                     flow[m] = self._through_block(number, passage, m, self._here(h), flow[m], wanted)
                     collect(leaves, gradients)
                 release(leaves)
-                if self.residency.trains:
+                if sink is not None:
                     if not sink.passes(unit.name, squared_norm(gradients.values(), self.device)):
                         return False
                     changed = sink.moves
@@ -171,7 +172,7 @@ class LayerMajor:
             finally:
                 release(leaves)
                 self.residency.close(unit, changed)
-        return not self.residency.trains or self._rest(passage, slopes, sink, flow, outer, head)
+        return sink is None or self._rest(passage, slopes, sink, flow, outer, head)
 
     def _whole(self, part: Part, gradients: Gradients) -> Tensor:
         gradient = gradients.pop(part.name, None)
@@ -192,6 +193,8 @@ class LayerMajor:
         with torch.enable_grad():
             leaf_BSD = hidden_BSD.detach().requires_grad_(wanted)
             out_BSD = self._block(number, passage, index, leaf_BSD)
+        if not out_BSD.requires_grad:
+            return slope_BSD  # a first layer without an adapter
         torch.autograd.backward(out_BSD, slope_BSD)
         return leaf_BSD.grad if leaf_BSD.grad is not None else slope_BSD
 

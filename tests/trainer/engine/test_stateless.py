@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.memory.kit import loss_of, make_model, make_works
 from torch import Tensor
 
+from tests.trainer.memory.kit import loss_of, make_model, make_works
 from trainer.config.schema import Optimizer
 from trainer.engine.heartbeat import Heartbeat
 from trainer.engine.port import Term, TokenScores

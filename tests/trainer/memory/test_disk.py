@@ -5,36 +5,54 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.trainer.memory.kit import loss_of, make_model, make_works
 from torch import Tensor
 
+from tests.trainer.memory.kit import loss_of, make_model, make_works
 from trainer.config.schema import Optimizer
 from trainer.engine.heartbeat import Heartbeat
 from trainer.engine.port import Term
 from trainer.engine.stateless import StatelessEngine
+from trainer.memory.anatomy import Anatomy
 from trainer.memory.build import resident, streamed
+from trainer.memory.device import DeviceSource, HostLane
 from trainer.memory.disk import CURRENT, DiskSource
+from trainer.memory.source import LayerSource, MemorySource
+
+
+def on_a_device(inner: LayerSource, prefetch: int) -> DeviceSource:
+    """Put device slots in front of a source, with host copies that are done at once."""
+    return DeviceSource(inner, HostLane(), 2**17, prefetch)
 
 
 def make_engine(
-    kind: str, dtype: torch.dtype, directory: Path | None, prefetch: int = 2, resident_layers: int = 0, split: bool = False
+    kind: str,
+    dtype: torch.dtype,
+    directory: Path | None,
+    prefetch: int = 2,
+    resident_layers: int = 0,
+    split: bool = False,
+    device: str = "",
 ) -> StatelessEngine:
     if directory is None:
         residency = resident(make_model(kind, dtype), split=split, block_elements=640)
     else:
         stay = {f"layers.{index}{half}" for index in range(resident_layers) for half in ("", ".low")}
-        residency = streamed(
-            make_model(kind, dtype),
-            lambda anatomy, units: DiskSource(directory, units, prefetch=prefetch, resident=stay, split=split),
-            split=split,
-            block_elements=640,
-        )
+
+        def make(anatomy: Anatomy, units: Iterator[tuple[str, Tensor]]) -> LayerSource:
+            if device == "memory":
+                return on_a_device(MemorySource({name: flat.clone() for name, flat in units}, None), prefetch)
+            more = prefetch + 3 if device else 0
+            disk = DiskSource(directory, units, prefetch=prefetch, resident=stay, split=split, more_slots=more)
+            return on_a_device(disk, prefetch) if device else disk
+
+        residency = streamed(make_model(kind, dtype), make, split=split, block_elements=640)
     config = Optimizer(kind="stateless", rule="rms", learning_rate=1e-3)
     return StatelessEngine(residency, config, Heartbeat(0.0, warmup=3), temperature=1.0, seed=7, chunk_elements=200)
 
@@ -55,6 +73,9 @@ CASES: list[dict[str, Any]] = [
     {"kind": "gemma3", "dtype": torch.bfloat16, "split": True, "prefetch": 0},
     {"kind": "llama", "dtype": torch.bfloat16, "resident_layers": 2},
     {"kind": "llama", "dtype": torch.bfloat16, "resident_layers": 1, "split": True, "prefetch": 4},
+    {"kind": "llama", "dtype": torch.bfloat16, "device": "disk"},
+    {"kind": "llama_tied", "dtype": torch.bfloat16, "split": True, "prefetch": 0, "device": "disk"},
+    {"kind": "llama", "dtype": torch.bfloat16, "split": True, "prefetch": 1, "device": "memory"},
 ]
 
 
@@ -80,13 +101,13 @@ def test_tiered_equals_resident_bit_for_bit(case: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("layer", ["head", "layers.2", "layers.0", "embedding"])
-@pytest.mark.parametrize("resident_layers", [0, 2])
+@pytest.mark.parametrize(("resident_layers", "device"), [(0, ""), (2, ""), (0, "disk")])
 def test_a_nan_leaves_every_file_as_it_was(
-    layer: str, resident_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layer: str, resident_layers: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainer.engine import stateless
 
-    engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers", resident_layers=resident_layers)
+    engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers", resident_layers=resident_layers, device=device)
     engine.step(make_terms(), 1e-3, 0)
     before, manifest = weights(engine), (tmp_path / "tiers" / CURRENT).read_text()
     real = stateless.Watch.passes
@@ -142,11 +163,15 @@ def test_reading_ahead_finds_every_unit_there(tmp_path: Path) -> None:
     source.shutdown()
 
 
-def test_any_order_of_visits_and_writes_is_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", [False, True])
+def test_any_order_of_visits_and_writes_is_right(device: bool, tmp_path: Path) -> None:
     """A random walk over units, with plans that come true and plans that do not, steps that end well and steps that do not."""
     draw = random.Random(0)
     names = [f"layers.{index}" for index in range(6)]
-    source = DiskSource(tmp_path / "t", ((name, torch.zeros(10 + i)) for i, name in enumerate(names)), prefetch=2)
+    units = ((name, torch.zeros(10 + i)) for i, name in enumerate(names))
+    source: LayerSource = DiskSource(tmp_path / "t", units, prefetch=2, more_slots=5 if device else 0)
+    if device:
+        source = on_a_device(source, 2)
     held = dict.fromkeys(names, 0.0)
     for _ in range(60):
         source.begin()
