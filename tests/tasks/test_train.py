@@ -75,6 +75,7 @@ CAMPAIGN: dict[str, Any] = {
         ],
     },
     "reward": {"verifier": "exact"},
+    "preflight": {"num_prompts": 0},
 }
 FULL = {"train": {"method": "full", "algorithm": {"kl": {"reference": "exact"}}}}
 Train = Callable[..., Path]
