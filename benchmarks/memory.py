@@ -1,8 +1,9 @@
 """Bytes per parameter while training: method S beside AdamW, SGD and LOMO, on a random Llama.
 
-One process a case; the peak of its resident memory above what it was once everything was imported and loaded, with weights; median and
-range of several rounds. AdamW, SGD and LOMO hold float32 weights, as they need on a CPU, and checkpoint their activations; the
-same two micro-batches everywhere. LOMO has no accumulation and takes each of them as a step. Random weights: no claim of quality.
+One process a case; the peak of its resident memory above what it was once everything was imported and loaded, with weights;
+median and range of several rounds. AdamW, SGD and LOMO hold float32 weights, as they need on a CPU, and checkpoint their
+activations; the same two micro-batches everywhere. LOMO has no accumulation and takes each of them as a step. Random weights:
+no claim of quality.
 
     python -m benchmarks.memory         make bench-memory         expected: at most 2.6 for bfloat16 (the limit is 2.0)
 """
