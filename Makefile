@@ -59,11 +59,14 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := sampler rewards overhead trl
+BENCHMARKS := sampler rewards overhead memory tiers trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup
 	$(BIN)/python -m benchmarks.$*
+
+bench-memory: $(VENV)/.installed-bench  ## bytes per parameter of method S against AdamW, SGD and LOMO
+	$(BIN)/python -m benchmarks.memory
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
 	$(BIN)/python -m benchmarks.trl
