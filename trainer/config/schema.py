@@ -332,9 +332,90 @@ class Sampling(Section):
 
 class Sampler(Section):
     kind: Literal["embedded"] = "embedded"
-    """`embedded`: in the trainer's process, continuous batching over slots with a static KV cache."""
+    """`embedded`: in the trainer's process, or with `schedule: async` in processes of its own; continuous batching over slots
+    with a static KV cache."""
     slots: Count = 256
     """Completions decoded at the same time."""
+    processes: Annotated[int, Field(ge=0, le=64)] = 1
+    """Only with `schedule: async`: sampler processes that the stage starts. 0: all of them are started elsewhere, with
+    `python -m trainer.schedule.sampler_process <run>/samplers/<name>.json`."""
+    groups_per_claim: Annotated[int, Field(ge=0)] = 0
+    """Only with `schedule: async`: groups that a sampler takes at once; 0 takes what fills its slots, at most a step's."""
+
+
+class Pool(Section):
+    """The experience pool between samplers and learner. Only read with `schedule: async`."""
+
+    url: str = ""
+    """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
+    samplers on several machines; every run gets a schema of its own."""
+    capacity: Count = 4096
+    """Samples ordered, ready or being learnt from at the same time."""
+    high_watermark: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the capacity from which samplers are held back ..."""
+    low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """... until it has drained to this share."""
+    max_attempts: Count = 5
+    """A group that was handed out so often without an answer is given up, and counted."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_database(cls, value: str) -> str:
+        if value and not re.match(r"(sqlite:///.|postgres(ql)?(\+\w+)?://.)", value):
+            raise ValueError("expected postgresql://user@host/database, sqlite:///<file>, or nothing for the run directory")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Pool:
+        if self.low_watermark > self.high_watermark:
+            refuse("low_watermark", self.low_watermark, f"is above high_watermark ({self.high_watermark}); set at most that")
+        return self
+
+
+class PolicySync(Section):
+    """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
+
+    sync_every: Count = 20
+    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
+    max_policy_update_lag: Count = 32
+    """Most optimizer steps between the policy that sampled and the one that learns. Older samples are dropped and counted."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """Newest handed-over policies kept on the disk, beside those in use."""
+    probe_prompts: Count = 8
+    """Fixed completions on which learner and sampler must agree after every load."""
+    probe_tolerance: Positive | None = None
+    """Most mean absolute difference of their log-probs; None: 1e-3, or 5e-2 for a bfloat16 base."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicySync:
+        if self.sync_every > self.max_policy_update_lag:
+            problem = f"samples would be too old before a new policy comes; set at most max_policy_update_lag ({self.max_policy_update_lag})"
+            refuse("sync_every", self.sync_every, problem)
+        return self
+
+
+class Watchdog(Section):
+    """No wait without an end. Only read with `schedule: async`."""
+
+    deadline_seconds: Positive = 300.0
+    """A process without a sign of life for so long is ended and its work given to others; a wait ends with a named error."""
+    start_seconds: Positive = 300.0
+    """Time for a sampler to load its model."""
+    restarts: Annotated[int, Field(ge=0)] = 5
+    """Times that a sampler that died or fell silent is started anew; then the run stops."""
+
+
+class Alarms(Section):
+    """Thresholds of what is watched every step; passing one is an event. 0 switches one off."""
+
+    kl: Annotated[float, Field(ge=0)] = 0.3
+    """Mean KL per token to the reference."""
+    effective_sample_fraction: Fraction = 0.3
+    """Effective sample size over the number of tokens, below it."""
+    throughput_drop: Fraction = 0.5
+    """Samples per second below this share of the median of the last 20 steps."""
+    lag_fraction: Fraction = 0.9
+    """Mean lag above this share of max_policy_update_lag."""
 
 
 class RLStage(Section):
@@ -362,8 +443,8 @@ class Checkpoints(Section):
 
 class Train(Section):
     method: Literal["lora", "full"]
-    schedule: Literal["sync"] = "sync"
-    """`sync`: sample, then learn, in one process."""
+    schedule: Literal["sync", "async"] = "sync"
+    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it."""
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
@@ -371,6 +452,10 @@ class Train(Section):
     batch: Batch = Batch()
     sampling: Sampling = Sampling()
     sampler: Sampler = Sampler()
+    pool: Pool = Pool()
+    sync: PolicySync = PolicySync()
+    watchdog: Watchdog = Watchdog()
+    alarms: Alarms = Alarms()
     activation_checkpointing: bool = False
     """Recompute activations in backward: about half the memory, a third more time."""
     stages: Annotated[tuple[RLStage, ...], Field(min_length=1)]
@@ -385,7 +470,31 @@ class Train(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             refuse("stages", names, "every RL stage needs a name of its own")
+        if self.schedule == "async":
+            self._check_async()
         return self
+
+    def _check_async(self) -> None:
+        batch, lag = self.batch, self.sync.max_policy_update_lag
+        high = int(self.pool.capacity * self.pool.high_watermark)
+        if high < batch.samples_per_step:
+            refuse(
+                "pool.capacity",
+                self.pool.capacity,
+                f"with high_watermark {self.pool.high_watermark} it holds {high} samples, a step needs {batch.samples_per_step}; "
+                "raise it, or lower batch.prompts_per_step",
+            )
+        if batch.optimizer_steps_per_step > lag:
+            refuse(
+                "sync.max_policy_update_lag",
+                lag,
+                f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled in the meantime could be used; "
+                f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
+            )
+        if self.sampler.processes == 0 and not self.pool.url:
+            refuse(
+                "sampler.processes", 0, "samplers elsewhere need a pool they can reach; set pool.url to a postgresql:// address"
+            )
 
 
 VerifierName = Literal[
