@@ -28,7 +28,7 @@ from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
-from tasks.registry import STAGES, Stage
+from tasks.registry import Stage
 from tasks.tracking import LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
@@ -103,7 +103,6 @@ class Session:
     say: Callable[[str], None]
     tracking: bool = True
     force: frozenset[str] = frozenset()
-    stages_option: tuple[str, ...] = ()  # tells a child another list of stages, for tests
     stop: Stop = field(default_factory=Stop)
     results: dict[str, StageResult] = field(default_factory=dict)
     _attempts: dict[str, int] = field(default_factory=dict)
@@ -185,7 +184,9 @@ class Session:
 
     def _arguments(self, stage: Stage, number: int) -> list[str]:
         place = ["--workspace", str(self.workspace.root), "--config", str(self.workspace.run / "config.json")]
-        arguments = [stage.name, *place, "--run-dir", str(self.workspace.run), *self.stages_option]
+        arguments = [stage.name, *place, "--run-dir", str(self.workspace.run)]
+        if self.workspace.stages_name:
+            arguments += ["--stages", self.workspace.stages_name]
         return [*arguments, "--force"] if stage.name in self.force and number == 1 else arguments
 
     def commit(self) -> None:
@@ -255,7 +256,6 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
-    stages_option: str | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -264,7 +264,6 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
-        stages_option: `module:NAME` of another list of stages than the registry's; the workspace must hold the same.
 
     Raises:
         BusyError: another campaign runs in the workspace.
@@ -276,9 +275,7 @@ def open_session(
         workspace.claim_run()
         prepare_workspace(workspace)
         launcher = Launcher(workspace.config, fork)
-        option = ("--stages", stages_option) if stages_option else ()
-        assert stages_option or workspace.stages == STAGES
-        session = Session(workspace, launcher, say, tracking, frozenset(force), option)
+        session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
         elif any(is_behind(path.parent) for path in (workspace.root / "runs").glob(f"*/{RECORD}")):

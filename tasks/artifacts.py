@@ -50,9 +50,11 @@ def dump_yaml(tree: Any) -> str:
     return text.getvalue()
 
 
-def command(stage: Stage, root: Path) -> str:
+def command(stage: Stage, root: Path, stages_name: str = "") -> str:
     """Return the shell command of a stage; it runs in the repository's root and prefers the environment that lies there."""
     run = f'PATH="$PWD/.venv/bin:$PATH" python -m tasks {stage.name}'
+    if stages_name:
+        run += f" --stages {stages_name}"
     if root == REPOSITORY:
         return run
     return f"cd {os.path.relpath(REPOSITORY, root)} && {run} --workspace {os.path.relpath(root, REPOSITORY)}"
@@ -81,7 +83,7 @@ def pipeline(workspace: Workspace) -> dict[str, Any]:
             [] if stage.external is None else [os.path.relpath(p, workspace.root) for p in stage.external(workspace.config)]
         )
         stages[stage.name] = {
-            "cmd": command(stage, workspace.root),
+            "cmd": command(stage, workspace.root, workspace.stages_name),
             "deps": [f"artifacts/{name}" for name in stage.inputs] + code_dependencies(stage, workspace.root) + external,
             "params": list(stage.params),
             "outs": [f"artifacts/{stage.artifact}"],
@@ -129,7 +131,7 @@ def cache_directory() -> Path:
 
 
 def committable(workspace: Workspace) -> list[Stage]:
-    """Return the stages whose artifact is what params.yaml, the inputs and the code of this moment make."""
+    """Return the stages whose artifact is what params.yaml, whole inputs and the code of this moment make."""
     tree = read_yaml(workspace.root / "params.yaml")
     try:
         here = workspace.with_tree(tree)

@@ -172,7 +172,8 @@ class Mirror:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the default blocks for four minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
         import mlflow  # noqa: F401
         from mlflow.entities import Metric, Param, RunTag

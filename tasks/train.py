@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
 from trainer.policy.policy import Policy, build_policy
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
-from trainer.reward import build_verifier
+from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
+from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
-from trainer.types import Prompt
+from trainer.types import Prompt, SamplingParams
 
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
@@ -92,6 +94,28 @@ def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> 
     return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)
 
 
+def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[RunWriter], None]:
+    """Return what is done before the first step: the pre-flight, and a warning when a learned reward is small for the policy."""
+    train = config.train
+    count = min(config.preflight.num_prompts, train.batch.prompts_per_step)
+    sources = train.stages[0].sources
+    prompts = [prompt for prompt in crew.prompts if sources is None or prompt.source in sources][:count]
+    num_parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    cap = train.stages[0].max_completion_tokens or train.sampling.max_completion_tokens
+    params = SamplingParams(train.sampling.temperature, cap, crew.eos_token_ids)
+    size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
+
+    def look_and_record(writer: RunWriter) -> None:
+        for sentence in size_warnings(crew.verifier, num_parameters):
+            writer.event("warning", sentence)
+        if prompts:
+            writer.heartbeat("looking at the reward")
+            report = look(prompts, crew.sampler, crew.tokenizer, crew.verifier, params, size, per_step, seed)
+            record(report, writer, config.preflight.stop)
+
+    return look_and_record
+
+
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """Train, from the newest checkpoint where there is one, and write the policy.
 
@@ -114,7 +138,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     try:
         crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(base, tokenizer))
         with deferred_stop() as wish:
-            SyncSchedule(train, config.campaign.seed, crew, place, wish).run()
+            SyncSchedule(train, config.campaign.seed, crew, place, wish, first_look(config, crew, policy)).run()
     finally:
         verifier.close()
         sampler.close()

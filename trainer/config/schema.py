@@ -670,13 +670,14 @@ class Reward(Judge):
 
 
 class Preflight(Section):
-    """Scoring a sample of the base's completions before training (`tithe preflight`)."""
+    """A look at the reward on the base's completions, before training and by `tithe preflight`."""
 
     num_prompts: Annotated[int, Field(ge=0)] = 32
-    """Training prompts looked at, each with a group of completions; 0 skips the look before training."""
-    stop: bool = True
+    """Training prompts looked at, each with a group of completions, but never more than one step has; 0 skips the look before
+    training."""
+    stop: bool = False
     """Whether a reward that cannot teach (no difference within any group, or another verdict for the same answer) stops the
-    training before its first step."""
+    training before its first step; else it is an alarm in events.jsonl."""
 
 
 class RewardTraining(Section):

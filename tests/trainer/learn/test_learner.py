@@ -355,6 +355,7 @@ class HandMadeAnchors:
                 logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
                 values, ids = torch.log_softmax(logits, -1).sort(descending=True)
                 self.tables.append((ids[:, :k], values[:, :k], torch.logsumexp(values[:, k:], -1)))
+        self.top_k, self.num_tokens = k, sum(len(completion) for completion in self.completions)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -383,6 +384,20 @@ def test_row_21_anchors_hold_the_policy_at_the_reference(make_learner: Make, mak
     distances = [learner.step(groups, step).metrics["kl/mean"] for step in range(2, 31)]
     assert distances[0] > 0.01
     assert distances[-1] < 0.2 * distances[0]
+
+
+def test_row_21_anchors_read_at_every_step_give_the_same(
+    make_learner: Make, make_model: Any, sample_groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for resident in (2**26, 0):
+        monkeypatch.setattr("trainer.learn.anchored.RESIDENT_BYTES", resident)
+        term = AnchorTerm(HandMadeAnchors(make_model(seed=1), k=6), batch_size=4, micro_batch_tokens=12, seed=0)
+        learner = make_learner({"algorithm": {"kl": {"reference": "anchors", "coefficient": 1.0}}}, anchors=term)
+        results.append(gradients(learner, sample_groups(learner.policy.model, reward=lambda index, completion: 0.5)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert results[0][0] > 0.01
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-7)
 
 
 def test_anchors_come_in_shuffled_epochs_that_the_update_decides(make_model: Any) -> None:
