@@ -389,8 +389,8 @@ class PolicySync(Section):
     @model_validator(mode="after")
     def _check(self) -> PolicySync:
         if self.sync_every > self.max_policy_update_lag:
-            problem = f"samples would be too old before a new policy comes; set at most max_policy_update_lag ({self.max_policy_update_lag})"
-            refuse("sync_every", self.sync_every, problem)
+            lag = self.max_policy_update_lag
+            refuse("sync_every", self.sync_every, f"samples are too old when a new policy comes; set at most {lag}, the bound")
         return self
 
 
@@ -488,7 +488,7 @@ class Train(Section):
             refuse(
                 "sync.max_policy_update_lag",
                 lag,
-                f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled in the meantime could be used; "
+                f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled meanwhile can be used; "
                 f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
             )
         if self.sampler.processes == 0 and not self.pool.url:

@@ -47,6 +47,7 @@ class Database:
 
     def __init__(self, url: str, key: str, deadline_seconds: float, lost: Callable[[str], None] | None = None):
         self.url, self.deadline_seconds, self.lost = url, deadline_seconds, lost or (lambda _: None)
+        self.spent_seconds = 0.0  # in transactions, waiting for them included
         self.schema = "tithe_" + hashlib.sha256(key.encode()).hexdigest()[:16]
         self.engine = self._connect_postgresql() if is_postgresql(url) else self._connect_sqlite()
         self._writer = sessionmaker(self.engine, expire_on_commit=False)
@@ -111,12 +112,14 @@ class Database:
         return self._retry(self._reader, work)
 
     def _retry(self, sessions: sessionmaker[Session], work: Callable[[Session], T]) -> T:
-        end = time.monotonic() + self.deadline_seconds
-        pause = 0.05
+        began = time.monotonic()
+        pause, end = 0.05, began + self.deadline_seconds
         while True:
             try:
                 with sessions.begin() as session:
-                    return work(session)
+                    result = work(session)
+                self.spent_seconds += time.monotonic() - began
+                return result
             except DBAPIError as error:
                 reason = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
                 if not (error.connection_invalidated or _LOST.search(str(error.orig)) or _is_race(error)):
@@ -136,7 +139,7 @@ class Database:
         if not is_postgresql(self.url):
             connection = self.engine.raw_connection()
             try:
-                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # type: ignore[attr-defined]
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             finally:
                 connection.close()
 
