@@ -91,7 +91,7 @@ class VersionRow(Table):
 
     version: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int]
-    content_sha256: Mapped[str]
+    weights_sha256: Mapped[str]
     published_at: Mapped[float]
 
 

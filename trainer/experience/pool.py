@@ -441,19 +441,25 @@ class Pool:
     def forget_worker(self, worker: str) -> None:
         self.database.write(lambda session: session.execute(delete(WorkerRow).where(WorkerRow.id == worker)) and None)
 
-    def record_version(self, version: int, step: int, content_sha256: str) -> None:
-        """Write down a policy that was handed over; the same version again must be the same weights."""
+    def record_version(self, version: int, step: int, weights_sha256: str) -> bool:
+        """Write down what a policy version is; return whether it is what it was before, if it was there before."""
 
-        def write(session: Session) -> str:
+        def write(session: Session) -> bool:
             row = session.get(VersionRow, version)
-            if row is None:
-                values = {"version": version, "step": step, "content_sha256": content_sha256}
-                session.add(VersionRow(**values, published_at=self._now(session)))
-                return content_sha256
-            return row.content_sha256
+            if row is not None:
+                same = row.weights_sha256 == weights_sha256
+                row.weights_sha256 = weights_sha256
+                return same
+            values = {"version": version, "step": step, "weights_sha256": weights_sha256}
+            session.add(VersionRow(**values, published_at=self._now(session)))
+            return True
 
-        recorded = self.database.write(write)
-        assert recorded == content_sha256, f"policy version {version} was handed over before with other weights"
+        return self.database.write(write)
+
+    def versions(self) -> dict[int, str]:
+        """Return the hash of the weights of every recorded version."""
+        query = select(VersionRow.version, VersionRow.weights_sha256)
+        return self.database.read(lambda session: {row.version: row.weights_sha256 for row in session.execute(query)})
 
     def counts(self) -> dict[str, int]:
         """Return groups by state, `drop/<cause>` in samples, and `samples` that were ever stored."""

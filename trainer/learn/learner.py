@@ -307,5 +307,5 @@ def _with_effective_samples(metrics: dict[str, float]) -> dict[str, float]:
     """Return a direct step's metrics with the effective sample size of its first ratios, as a fraction of their number."""
     square = metrics.pop(_FIRST_SQUARE, None)
     if square:
-        metrics["off_policy/effective_sample_fraction"] = metrics[_FIRST_RATIO] ** 2 / square
+        metrics["off_policy/effective_sample_fraction"] = min(metrics[_FIRST_RATIO] ** 2 / square, 1.0)  # rounding
     return metrics

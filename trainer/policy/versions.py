@@ -5,7 +5,7 @@
     policies/current.json  the newest version that is whole
     policies/probe.json    the fixed completions of the probe
 
-A version is never written twice, and its directory is renamed into place when it is complete, so a reader sees all of it or
+A version is written once, and its directory is renamed into place when it is complete, so a reader sees all of it or
 nothing. Old versions go when nobody uses them.
 """
 
@@ -39,7 +39,7 @@ _NAME = re.compile(r"v(\d{6,})")
 class Version:
     version: int
     directory: Path
-    content_sha256: str
+    weights_sha256: str
 
 
 def weights_sha256(policy: Policy) -> str:
@@ -73,7 +73,7 @@ class PolicyStore:
             return None
         except json.JSONDecodeError as error:
             raise ModelError(f"{self.root / POINTER}: is no JSON ({error}); remove it and start the run again") from None
-        return Version(pointer["version"], self.root / pointer["directory"], pointer["content_sha256"])
+        return Version(pointer["version"], self.root / pointer["directory"], pointer["weights_sha256"])
 
     def publish(
         self, policy: Policy, version: int, step: int, scores: list[list[float]], in_use: Collection[int] = ()
@@ -87,21 +87,22 @@ class PolicyStore:
             scores: the learner's log-probs of the probe.
             in_use: versions that samplers still work with.
         """
-        target = self.directory(version)
-        if damage(target) is not None:
+        target, digest = self.directory(version), weights_sha256(policy)
+        before = read_manifest(target) or {}
+        if before.get("weights_sha256") != digest or damage(target) is not None:
             with new_directory(target) as directory:
                 if policy.adapter is not None:
                     save_adapter(policy.adapter, directory)
                 else:
                     write_tensors(directory / FULL_WEIGHTS, policy.trainable)
                 write_json(directory / SCORES, {"logprobs": scores})
-                write_manifest(directory, {"version": version, "step": step})
+                write_manifest(directory, {"version": version, "step": step, "weights_sha256": digest})
         manifest = read_manifest(target)
         assert manifest is not None
-        content = manifest["content_sha256"]
-        write_json(self.root / POINTER, {"version": version, "directory": target.name, "content_sha256": content})
+        pointer = {"version": version, "directory": target.name, "content_sha256": manifest["content_sha256"]}
+        write_json(self.root / POINTER, {**pointer, "weights_sha256": digest})
         self._remove_old(in_use)
-        return Version(version, target, content)
+        return Version(version, target, digest)
 
     def _remove_old(self, in_use: Collection[int]) -> None:
         found = [(int(match[1]), path) for path in self.root.glob("v*") if (match := _NAME.fullmatch(path.name))]

@@ -37,6 +37,7 @@ from trainer.policy.versions import SCORES, PolicyStore, weights_sha256
 from trainer.rollout.probe import Probe, read_probe
 from trainer.schedule.judge import reward_metrics
 from trainer.schedule.prompts import StagePosition, locate
+from trainer.schedule.replay import THREADS
 from trainer.schedule.sampler_process import Assignment
 from trainer.schedule.stop import StopWish
 from trainer.schedule.supervisor import Supervisor
@@ -45,7 +46,7 @@ from trainer.schedule.terms import LEARNER, POLICIES, make_terms, open_database,
 from trainer.types import Group, Request, derive_seed
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
-_THREADS = "threads"
+
 _REMEMBERED_STEPS = 20
 
 
@@ -98,6 +99,7 @@ class AsyncSchedule(SyncSchedule):
         self.store = PolicyStore(run.directory / POLICIES, config.train.sync.keep)
         self.handed_over = -1  # version
         self.doing = "starting"
+        self.known_versions: dict[int, str] = {}
         self.rates: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self.supervisor = Supervisor([], self.pool, config.train.watchdog, self.writer)
         self._ended = threading.Event()
@@ -117,6 +119,7 @@ class AsyncSchedule(SyncSchedule):
             done = self._resume()
             if done < self.total:
                 self._run_from(done, threads)
+            self._record_version(self.total)
             self.pool.database.checkpoint()
             self.writer.heartbeat("trained", self.total, self.total)
         finally:
@@ -280,10 +283,17 @@ class AsyncSchedule(SyncSchedule):
         scores = completion_logprobs(learner.policy.model, probe.sequences, probe.temperature, 0)
         in_use = {worker.version for worker in self.pool.workers() if worker.kind == "sampler"}
         self.store.publish(learner.policy, learner.version, step, scores, in_use)
-        self.pool.record_version(learner.version, step, weights_sha256(learner.policy))
+        self._record_version(step)
         self.pool.set_learner_version(learner.version)
         self.handed_over = learner.version
         self.writer.event("sync", f"handed over policy version {learner.version}", step=step, version=learner.version)
+
+    def _record_version(self, step: int) -> None:
+        """Write down the hash of the learner's weights, and say so when the same version had other weights before."""
+        version = self.crew.learner.version
+        if not self.pool.record_version(version, step, weights_sha256(self.crew.learner.policy)):
+            reason = f"policy version {version} has other weights than before this run was stopped: another machine, or threads?"
+            self.writer.event("alarm", reason, step=step, signal="not_bit_identical", version=version)
 
     def _assignments(self, threads: int) -> list[Assignment]:
         where = {"run": str(self.place.directory.resolve()), "identity": self.place.identity, "threads": threads}
@@ -292,11 +302,11 @@ class AsyncSchedule(SyncSchedule):
 
     def _share_threads(self) -> int:
         """Share the cores between learner and samplers; a run keeps its number, on which sums depend to the last bit."""
-        known = self.pool.fact(_THREADS)
+        known = self.pool.fact(THREADS)
         threads = self.config.machine.threads or os.cpu_count() or 1
         each = int(known) if known else threads_each(threads, self.train.sampler.processes)
         if known is None:
-            self.pool.set_fact(_THREADS, str(each))
+            self.pool.set_fact(THREADS, str(each))
         torch.set_num_threads(each)
         return each
 
@@ -310,6 +320,7 @@ class AsyncSchedule(SyncSchedule):
             self.writer.event(
                 "resume", f"learning the {len(logged)} steps of the consumption log after step {done} again", step=done
             )
+        self.known_versions = self.pool.versions()
         for entry in logged:
             done = self._learn_again(entry.step, entry.group_ids, entry.version_before, entry.version_after)
         self.pool.set_learner_version(self.crew.learner.version)
@@ -330,6 +341,8 @@ class AsyncSchedule(SyncSchedule):
                 f"step {step} of the consumption log led from version {before} to {after}, learning it again from {was} to "
                 f"{stats.version}: the checkpoint is not of this pool. Remove {self.place.directory} to begin anew"
             )
+        if stats.version in self.known_versions:
+            self._record_version(step)
         self.writer.metrics(step, self._metrics(step, position, groups, stats, clock, before))
         if step % self.train.checkpoints.every_steps == 0:
             self._checkpoint(step)
