@@ -34,6 +34,7 @@ from trainer.schedule.terms import pool_url
 
 pytestmark = pytest.mark.smoke
 
+END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
 STEPS, GROUPS, LAG = 12, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
