@@ -1,9 +1,15 @@
-"""Processes that must not outlive the one that started them. Importable without torch."""
+"""Processes that must not outlive the one that started them. Importable without torch.
+
+`python -m trainer.processes <pid> <program> <arguments>` becomes a program of any other environment that gets SIGTERM when the
+process <pid>, which must be the one that started it, ends.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import sys
 from collections.abc import Callable
 
 from trainer.errors import StopRequested
@@ -25,3 +31,9 @@ def die_with_parent(is_alive: Callable[[], bool]) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if not is_alive():
         raise StopRequested("the process that started this one is gone")
+
+
+if __name__ == "__main__":
+    parent = int(sys.argv[1])
+    die_with_parent(lambda: os.getppid() == parent)
+    os.execvp(sys.argv[2], sys.argv[2:])

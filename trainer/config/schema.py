@@ -330,10 +330,38 @@ class Sampling(Section):
         return self
 
 
+class Vllm(Section):
+    """vLLM servers, spoken to over HTTP. Only read when sampler.kind is `vllm`."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()
+    """Servers that run already, e.g. http://gpu1:8000, and see the run directory under the same path. None: every sampler
+    process starts one on this machine."""
+    model: str = ""
+    """Name under which those servers know the backbone; empty takes the first that they list."""
+    python: str = ".venv-vllm/bin/python"
+    """Python of vLLM's own environment (`make vllm-env`), for a server that is started."""
+    concurrency: Count = 64
+    """Requests at the same time, on each server."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Of the paged KV cache; fp8 holds twice the tokens."""
+    prefix_caching: bool = True
+    """Prompts of a group are prefilled once."""
+    kv_offload_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory into which KV blocks are swapped; 0 keeps them on the device."""
+    tensor_parallel_size: Count = 1
+    eager: bool = True
+    """Without graph capture: a faster start, somewhat slower tokens."""
+    arguments: dict[str, str] = {}
+    """Any other option of the server, e.g. {--gpu-memory-utilization: "0.85"}; an empty value is a flag."""
+    environment: dict[str, str] = {}
+    """Environment variables of a server that is started, e.g. {VLLM_CPU_KVCACHE_SPACE: "1"}."""
+
+
 class Sampler(Section):
-    kind: Literal["embedded"] = "embedded"
+    kind: Literal["embedded", "vllm"] = "embedded"
     """`embedded`: in the trainer's process, or with `schedule: async` in processes of its own; continuous batching over slots
-    with a static KV cache."""
+    with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
+    vllm: Vllm = Vllm()
     slots: Count = 256
     """Completions decoded at the same time."""
     processes: Annotated[int, Field(ge=0, le=64)] = 1
@@ -375,6 +403,9 @@ class Pool(Section):
 class PolicySync(Section):
     """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
 
+    mode: Literal["adapter", "merge"] = "adapter"
+    """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
+    which the engine reloads. The embedded sampler always loads the weights themselves."""
     sync_every: Count = 20
     """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
     max_policy_update_lag: Count = 32
@@ -472,6 +503,10 @@ class Train(Section):
             refuse("stages", names, "every RL stage needs a name of its own")
         if self.schedule == "async":
             self._check_async()
+        elif self.sampler.kind == "vllm":
+            refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
+        if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
+            refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
         return self
 
     def _check_async(self) -> None:

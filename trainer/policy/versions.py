@@ -76,7 +76,13 @@ class PolicyStore:
         return Version(pointer["version"], self.root / pointer["directory"], pointer["weights_sha256"])
 
     def publish(
-        self, policy: Policy, version: int, step: int, scores: list[list[float]], in_use: Collection[int] = ()
+        self,
+        policy: Policy,
+        version: int,
+        step: int,
+        scores: list[list[float]],
+        untempered: list[list[float]],
+        in_use: Collection[int] = (),
     ) -> Version:
         """Write a version, point at it, and remove the old ones that nobody uses.
 
@@ -84,7 +90,7 @@ class PolicyStore:
             policy: its trained weights are written.
             version: the learner's.
             step: after which it is.
-            scores: the learner's log-probs of the probe.
+            scores: the learner's log-probs of the probe. untempered: the same at temperature 1.
             in_use: versions that samplers still work with.
         """
         target, digest = self.directory(version), weights_sha256(policy)
@@ -95,7 +101,7 @@ class PolicyStore:
                     save_adapter(policy.adapter, directory)
                 else:
                     write_tensors(directory / FULL_WEIGHTS, policy.trainable)
-                write_json(directory / SCORES, {"logprobs": scores})
+                write_json(directory / SCORES, {"logprobs": scores, "untempered": untempered})
                 write_manifest(directory, {"version": version, "step": step, "weights_sha256": digest})
         manifest = read_manifest(target)
         assert manifest is not None
@@ -111,10 +117,10 @@ class PolicyStore:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def scores(self, version: int) -> list[list[float]]:
-        """Return what the learner's weights of a version say of the probe."""
-        scores: list[list[float]] = read_json(self.directory(version) / SCORES)["logprobs"]
-        return scores
+    def scores(self, version: int, untempered: bool = False) -> list[list[float]]:
+        """Return what the learner's weights of a version say of the probe; untempered: at temperature 1."""
+        found: list[list[float]] = read_json(self.directory(version) / SCORES)["untempered" if untempered else "logprobs"]
+        return found
 
     def load(self, policy: Policy, version: int) -> None:
         """Put the weights of a version into a policy of the same shape.

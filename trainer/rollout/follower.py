@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.policy.policy import Policy
 from trainer.policy.versions import SCORES, PolicyStore
 from trainer.rollout.embedded import EmbeddedSampler, Progress
 from trainer.rollout.probe import Scores, check, read_probe
+from trainer.rollout.vllm import VllmSampler
 from trainer.types import Sampler
 
 
@@ -49,10 +51,11 @@ class Follower:
         self.mismatch = 0.0  # of the last probe, mean absolute log-prob a token
         self._scores: Scores = []
         self._probe_path: Path = store.root / SCORES
+        self._untempered = isinstance(sampler, VllmSampler)  # its log-probs of given tokens come at temperature 1
 
     def on_progress(self, progress: Progress) -> None:
         """Have the sampler call back with (finished, total) completions, if it can."""
-        if isinstance(self.sampler, EmbeddedSampler):
+        if isinstance(self.sampler, EmbeddedSampler | VllmSampler):
             self.sampler.progress = progress
 
     def follow(self) -> bool:
@@ -64,9 +67,12 @@ class Follower:
         newest = self.store.newest()
         if newest is None or newest.version == self.version:
             return False
-        expected = self.store.scores(newest.version)
+        expected = self.store.scores(newest.version, untempered=self._untempered)
         self.sampler.load_policy(newest.version)
         previous = (self.version, self._scores) if self.version >= 0 else None
-        self.mismatch = check(self.sampler, read_probe(self._probe_path), newest.version, expected, previous, self.tolerance)
+        probe = read_probe(self._probe_path)
+        if self._untempered:
+            probe = replace(probe, temperature=1.0, base=probe.untempered)
+        self.mismatch = check(self.sampler, probe, newest.version, expected, previous, self.tolerance)
         self.version, self._scores = newest.version, expected
         return True

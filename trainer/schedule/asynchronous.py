@@ -281,8 +281,9 @@ class AsyncSchedule(SyncSchedule):
         learner = self.crew.learner
         probe = read_probe(self.store.root / SCORES)
         scores = completion_logprobs(learner.policy.model, probe.sequences, probe.temperature, 0)
+        plain = scores if probe.temperature == 1 else completion_logprobs(learner.policy.model, probe.sequences, 1.0, 0)
         in_use = {worker.version for worker in self.pool.workers() if worker.kind == "sampler"}
-        self.store.publish(learner.policy, learner.version, step, scores, in_use)
+        self.store.publish(learner.policy, learner.version, step, scores, plain, in_use)
         self._record_version(step)
         self.pool.set_learner_version(learner.version)
         self.handed_over = learner.version

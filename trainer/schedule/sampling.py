@@ -29,6 +29,8 @@ from trainer.policy.versions import PolicyStore
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier
 from trainer.rollout.follower import Follower, FollowingSampler
+from trainer.rollout.vllm import Server, VllmSampler
+from trainer.rollout.vllm_server import VllmServer
 from trainer.schedule.judge import group, judge
 from trainer.schedule.sampler_process import Assignment
 from trainer.schedule.terms import (
@@ -40,7 +42,7 @@ from trainer.schedule.terms import (
     open_database,
     probe_tolerance,
 )
-from trainer.types import SamplingParams, Verifier
+from trainer.types import Sampler, SamplingParams, Verifier
 
 _BEAT_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 0.02, 0.25
 
@@ -84,6 +86,7 @@ class SamplerLoop:
         self.terms, self.num_groups = make_terms(config.train), groups_per_claim(config.train)
         self.deadline_seconds = config.train.watchdog.deadline_seconds
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
+        self.server: VllmServer | None = None  # ends with this process
         self._beat_at = 0.0
         follower.on_progress(self._on_progress)
 
@@ -163,6 +166,8 @@ class SamplerLoop:
         self.pool.release(self.name)
         self.crew.verifier.close()
         self.follower.sampler.close()
+        if self.server is not None:
+            self.server.close()
         self.pool.close()
 
 
@@ -184,10 +189,45 @@ def build(assignment: Assignment, config: CampaignConfig, writer: RunWriter) -> 
     base = load_model(Path(assignment.base), config.base.dtype, config.machine.device)
     check_vocabulary(base, tokenizer, Path(assignment.base))
     eos = eos_token_ids(base, tokenizer)
-    policy = build_policy(base, train, config.campaign.seed)
     store = PolicyStore(run / POLICIES, train.sync.keep)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sampler = FollowingSampler(policy, store, train.sampler.slots, pad)
+    sampler: Sampler
+    if train.sampler.kind == "vllm":
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        sampler, server = build_vllm(assignment, config, store, longest, writer)
+    else:
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        policy = build_policy(base, train, config.campaign.seed)
+        sampler, server = FollowingSampler(policy, store, train.sampler.slots, pad), None
     follower = Follower(sampler, store, probe_tolerance(config))
     crew = Judging(tokenizer, build_verifier(config.reward), eos)
-    return SamplerLoop(assignment.name, config, pool, follower, book, crew, writer, assignment.parent_pid)
+    loop = SamplerLoop(assignment.name, config, pool, follower, book, crew, writer, assignment.parent_pid)
+    loop.server = server
+    return loop
+
+
+def build_vllm(
+    assignment: Assignment, config: CampaignConfig, store: PolicyStore, longest_prompt: int, writer: RunWriter
+) -> tuple[VllmSampler, VllmServer | None]:
+    """Return a sampler over the configured servers, or over one that is started here."""
+    train, vllm = config.train, config.train.sampler.vllm
+    server: VllmServer | None = None
+    urls, model = list(vllm.urls), vllm.model
+    if not urls:
+        caps = [stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages]
+        server = VllmServer(config, Path(assignment.base), assignment.directory, longest_prompt + max(caps))
+        server.wait(lambda: writer.heartbeat("starting vLLM"))
+        urls, model = [server.url], str(Path(assignment.base).resolve())
+    elif not model:
+        model = Server(urls[0], 30.0).ask("/v1/models")["data"][0]["id"]
+    sampler = VllmSampler(
+        urls,
+        store,
+        Path(assignment.base),
+        model,
+        train.sync.mode,
+        vllm.concurrency,
+        train.watchdog.deadline_seconds,
+        assignment.directory / "merged",
+        config.merge.max_shard_bytes,
+    )
+    return sampler, server

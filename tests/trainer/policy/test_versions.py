@@ -69,8 +69,8 @@ class Pair:
         self.follower = Follower(self.sampler, self.store, 1e-3)
 
     def publish(self, version: int) -> None:
-        scores = completion_logprobs(self.learner.model, SEQUENCES, self.temperature, 1)
-        self.store.publish(self.learner, version, version, scores)
+        scores, plain = (completion_logprobs(self.learner.model, SEQUENCES, t, 1) for t in (self.temperature, 1.0))
+        self.store.publish(self.learner, version, version, scores, plain)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -95,7 +95,7 @@ def test_old_versions_go_but_not_those_in_use(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     for version in range(5):
         scores = completion_logprobs(pair.learner.model, SEQUENCES, 1.0, 1)
-        pair.store.publish(pair.learner, version, version, scores, in_use={1})
+        pair.store.publish(pair.learner, version, version, scores, scores, in_use={1})
     assert sorted(path.name for path in (tmp_path / "policies").glob("v*")) == ["v000001", "v000003", "v000004"]
 
 
