@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench bench-trl bench-sampler bench-pool bench-rewards smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -59,16 +59,11 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-sampler bench-pool bench-rewards bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
+BENCHMARKS := sampler pool rewards overhead trl
+bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
-bench-sampler: setup  ## the embedded sampler against transformers generate
-	$(BIN)/python -m benchmarks.sampler
-
-bench-rewards: $(VENV)/.installed  ## verdicts per second, hostile programs, deadlines
-	$(BIN)/python -m benchmarks.rewards
-
-bench-pool: setup  ## the experience pool, two processes at once
-	$(BIN)/python -m benchmarks.pool
+bench-%: setup
+	$(BIN)/python -m benchmarks.$*
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
 	$(BIN)/python -m benchmarks.trl

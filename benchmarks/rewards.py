@@ -5,7 +5,7 @@
 Expected on 2 idle cores: at least 50 small code verdicts a second and 300 math verdicts a second, warm; every call past its
 limit dead within 1 s of it; no hostile program right, none slowing the next call by more than 2x. The hostile programs are
 those of tests/trainer/reward/hostile.py. "The next call" is an honest answer on the same worker, beside the same answer after
-an honest one; one that looks slow is measured again, because a single call of some ten milliseconds on a busy machine says little.
+an honest one; one that looks slow is measured again, because a single call of some ten milliseconds is easily disturbed.
 """
 
 from __future__ import annotations

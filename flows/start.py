@@ -54,8 +54,11 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
         with api() as server:
             from flows.campaign import PrefectAway, drain, run_in_prefect
 
+            session.start_ahead()
             if server is not None:
-                server.wait_ready()
+                server.wait_ready(stop=session.stop)
+            if session.stop:
+                raise session.stop.error()
             try:
                 run_in_prefect(session, console.beat, console.result)
             except PrefectAway as error:

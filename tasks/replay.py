@@ -8,18 +8,17 @@ Reads the run's config.json, its pool, and the artifacts that it was trained on;
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks.registry import get_stage
-from tasks.train import build_learner
+from tasks.train import build_learner, load_policy
 from tasks.workspace import Workspace
 from trainer.config import validate
 from trainer.errors import ConfigError, DataError
 from trainer.experience.pool import Pool
 from trainer.files import new_directory, read_json, sha256_file, write_json
-from trainer.policy.load import load_model
-from trainer.policy.policy import build_policy
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
 from trainer.schedule.replay import replay
@@ -56,11 +55,10 @@ def replay_run(run: Path, on_step: Callable[[int, int], None] = lambda step, tot
     pool = Pool(open_database(config.train, place), workspace.identity(stage), by_id, "replay", 60.0)
     try:
         with new_directory(place / "replay") as out:
-            paths = workspace.paths(stage, out)
+            paths = replace(workspace.paths(stage, out), run=out)  # the run's own events stay as they are
             tokenizer = load_tokenizer(paths.inputs["base"])
-            base = load_model(paths.inputs["base"], config.base.dtype, config.machine.device)
-            policy = build_policy(base, config.train, config.campaign.seed)
-            learner = build_learner(config, paths, policy)
+            policy, engine = load_policy(config, paths)
+            learner = build_learner(config, paths, policy, engine)
             done = replay(learner, pool, config.train.stages, on_step)
             policy.save(out, tokenizer)
             total = sum(rl_stage.steps for rl_stage in config.train.stages)

@@ -133,7 +133,7 @@ def prefect_server(state: Path) -> Iterator[str]:
     os.environ["TITHE_STATE"] = str(state)
     server = PrivateServer()
     try:
-        server.wait_ready(120)
+        server.wait_ready()
         (state / "prefect" / "initialised").touch()
         yield server.api_url
     finally:

@@ -141,7 +141,7 @@ def test_a_server_that_dies_meanwhile_costs_nothing(tiny: Any, state: Path, tmp_
     tiny.plan(seconds=0.5, steps=10)
     server = PrivateServer()
     try:
-        server.wait_ready(120)
+        server.wait_ready()
         process = tiny.start("--no-tracking", PREFECT_API_URL=server.api_url, PREFECT_CLIENT_MAX_RETRIES="0")
         tiny.wait_for_step(2)
     finally:

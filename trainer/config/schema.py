@@ -223,7 +223,12 @@ class Lora(Section):
 
 
 class Optimizer(Section):
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "stateless"] = "adamw"
+    """`adamw`: two moments for every trained weight. `stateless`: a rule that keeps nothing between steps, applied layer by layer
+    in backward; only with method `full`."""
+    rule: Literal["sgd", "sign", "rms", "sinkhorn"] = "rms"
+    """Of `stateless`: the gradient itself, its sign, or the gradient divided by the matrix's RMS, or with rows and columns
+    normalised in turns. All but `sgd` move each weight by about the learning rate; the scales of `sgd` are other ones."""
     learning_rate: Positive
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Positive = 1e-8
@@ -234,13 +239,67 @@ class Optimizer(Section):
     """After the warm-up: constant, or cosine down to final_fraction of the learning rate at the RL stage's end."""
     final_fraction: Fraction = 0.1
     max_grad_norm: Positive = 1.0
-    """Global norm to which gradients are clipped."""
+    """Norm to which gradients are clipped."""
+    clipping: Literal["global", "per_layer", "two_pass", "previous"] | None = None
+    """Whose norm is clipped; None: `global` for adamw, `per_layer` for stateless. `per_layer`: each layer's own, free.
+    `two_pass`: the exact global norm, by running backward twice. `previous`: by the coefficient of the step before."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of `stateless`, where weights are stored as bfloat16. `nearest` loses most of a small step, and is there to show it."""
+
+    @property
+    def clips(self) -> str:
+        return self.clipping or ("global" if self.kind == "adamw" else "per_layer")
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimizer:
+        if self.kind == "adamw" and self.clips != "global":
+            refuse("clipping", self.clipping, "adamw keeps all gradients, so their global norm is known; set clipping: global")
+        if self.kind == "stateless" and self.clips == "global":
+            refuse("clipping", "global", "stateless drops each gradient at once; set two_pass (exact), previous or per_layer")
+        return self
+
+
+class Memory(Section):
+    """Where the weights are while they do not compute. `tiered` and `stateless` run layer by layer over all micro-batches."""
+
+    weights: Literal["resident", "tiered"] = "resident"
+    """`resident`: in the memory of the device. `tiered`: on a disk or the host, fetched layer by layer ahead of their use."""
+    split: bool = False
+    """Keep bfloat16 weights with 16 more bits that only the update reads: exact float32 for 4 bytes a weight."""
+    source: Literal["disk", "host"] = "disk"
+    """Of `tiered`: where cold layers lie. On a CPU, `host` is the memory that they compute in."""
+    directory: str | None = None
+    """Of `tiered`: a directory on a fast disk; None takes the run directory."""
+    prefetch: Annotated[int, Field(ge=0)] = 2
+    """Of `tiered`: layers fetched ahead. 0 fetches a layer when it is needed."""
+    resident_layers: Annotated[int, Field(ge=0)] = 0
+    """Of `tiered`: so many layers, the first ones, stay in memory."""
+    boundaries: Literal["device", "host"] = "device"
+    """Where hidden states between layers wait for backward."""
+    journal: Literal["disk", "memory"] = "disk"
+    """Of resident weights: where a step keeps the old values of what it changes, to be undone as a whole."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Memory:
+        if self.weights == "resident" and self.resident_layers:
+            refuse("resident_layers", self.resident_layers, "all layers are resident; set weights: tiered, or leave this out")
+        return self
+
+
+class Heartbeat(Section):
+    """A layer whose gradient norm jumps stops the optimizer step before any weight has changed for good."""
+
+    factor: Annotated[float, Field(ge=0)] = 5.0
+    """Times its usual norm (or standard deviations above it, where that is more) from which a layer stops the step; never less
+    than optimizer.max_grad_norm. 0 stops for values that are not finite only."""
+    warmup_steps: Count = 20
+    """Optimizer steps that are only watched."""
 
 
 class Kl(Section):
-    reference: Literal["none", "exact", "anchors"] = "none"
+    reference: Literal["none", "exact", "anchors", "int8_streamed"] = "none"
     """`exact`: every sample scored by the base (LoRA: the adapter off; full: a frozen copy). `anchors`: the cached file,
-    no reference in memory. `none`: no KL term."""
+    no reference in memory. `int8_streamed`: a copy of the base with 8-bit weights, run layer by layer. `none`: no KL term."""
     coefficient: Annotated[float, Field(ge=0)] = 0.01
     estimator: Literal["k2", "k3", "ratio_k3"] = "k2"
     """Gradient of the exact reference's term: `k2` exact reverse KL on-policy (its value is reported as k3), `k3` the
@@ -479,6 +538,8 @@ class Train(Section):
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
+    memory: Memory = Memory()
+    heartbeat: Heartbeat = Heartbeat()
     algorithm: Algorithm = Algorithm()
     batch: Batch = Batch()
     sampling: Sampling = Sampling()
@@ -494,13 +555,33 @@ class Train(Section):
     heldout: Heldout = Heldout()
     checkpoints: Checkpoints = Checkpoints()
     max_skipped_in_a_row: Count = 3
-    """Updates with a non-finite loss or gradient are skipped; so many in a row end the run."""
+    """Optimizer steps that the heartbeat stops, or whose loss is not finite, are skipped; so many in a row end the run."""
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether an optimizer step runs layer by layer over all micro-batches."""
+        return self.optimizer.kind == "stateless" or self.memory.weights != "resident"
 
     @model_validator(mode="after")
     def _check(self) -> Train:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             refuse("stages", names, "every RL stage needs a name of its own")
+        stateless, tiered = self.optimizer.kind == "stateless", self.memory.weights == "tiered"
+        if self.method == "lora" and stateless:
+            refuse(
+                "optimizer.kind", "stateless", "an adapter is small, so AdamW's state costs little; set adamw, or method: full"
+            )
+        if self.method == "full" and tiered and not stateless:
+            refuse("memory.weights", "tiered", "AdamW's state is larger than the weights; set optimizer.kind: stateless")
+        if self.memory.split and not stateless:
+            refuse("memory.split", True, "only optimizer.kind: stateless writes to split weights; leave it out")
+        if self.layer_major and self.activation_checkpointing:
+            refuse("activation_checkpointing", True, "layer by layer, activations are always recomputed; leave it out")
+        if self.layer_major and self.method == "lora" and self.lora.dropout:
+            refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
+        if stateless and self.algorithm.kl.reference == "exact":
+            refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
         if self.schedule == "async":
             self._check_async()
         elif self.sampler.kind == "vllm":
@@ -510,6 +591,9 @@ class Train(Section):
         return self
 
     def _check_async(self) -> None:
+        if self.layer_major:
+            key, value = ("optimizer.kind", "stateless") if self.optimizer.kind == "stateless" else ("memory.weights", "tiered")
+            refuse(key, value, "a sampler beside the learner needs a whole copy of the weights; set schedule: sync")
         batch, lag = self.batch, self.sync.max_policy_update_lag
         high = int(self.pool.capacity * self.pool.high_watermark)
         if high < batch.samples_per_step:
@@ -816,6 +900,8 @@ class CampaignConfig(Section):
             unknown = sorted(set(stage.sources or ()) - known)
             if unknown:
                 refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
+        if self.train.memory.split and self.base.dtype == "float32":
+            refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
         self._check_reward()
@@ -840,7 +926,17 @@ class CampaignConfig(Section):
         rate, lora = self.train.optimizer.learning_rate, self.train.lora
         if self.train.method == "lora" and lora.dropout > 0:
             said.append(f"train.lora.dropout = {lora.dropout}: with dropout the ratio differs from 1 already at the first update")
-        if self.train.method == "full" and self.base.kind != "scratch" and rate > 1e-4:
+        stateless, rule = self.train.optimizer.kind == "stateless", self.train.optimizer.rule
+        if stateless and rule == "sgd" and rate < 1e-3:
+            said.append(
+                f"train.optimizer.learning_rate = {rate}: low for sgd, whose step is rate x gradient; 1e-2 to 1 is usual, "
+                "and update/relative says what it does"
+            )
+        if stateless and rule != "sgd" and rate > 1e-3:
+            said.append(
+                f"train.optimizer.learning_rate = {rate}: high for {rule}, which moves each weight by it; try 1e-6 to 1e-4"
+            )
+        if self.train.method == "full" and not stateless and self.base.kind != "scratch" and rate > 1e-4:
             said.append(f"train.optimizer.learning_rate = {rate}: high for training every weight; 1e-6 to 1e-5 is usual")
         if self.train.method == "lora" and self.base.kind != "scratch" and rate < 1e-6:
             said.append(

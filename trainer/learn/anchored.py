@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.learn.batch import Sequences, make_sequences, split_micro_batches
+from trainer.engine.port import Term, TokenScores, Work
+from trainer.learn.batch import MicroBatch, Sequences, make_sequences, split_micro_batches
 from trainer.learn.kl import anchored_kl
-from trainer.learn.logprobs import TokenScorer
 from trainer.learn.tally import Tally
 from trainer.types import derive_seed
 
@@ -99,27 +99,32 @@ class AnchorTerm:
             self._epoch, self._order = epoch, generator.permutation(len(self.source))
         return int(self._order[offset])
 
-    def backward(self, scorer: TokenScorer, update: int, coefficient: float, tally: Tally) -> torch.Tensor:
-        """Add the gradient of coefficient x mean anchored KL per token, and return that value.
+    def terms(self, update: int, coefficient: float, tally: Tally, device: torch.device) -> list[Term]:
+        """Return the forward passes of an optimizer step's anchors, and coefficient x mean anchored KL per token as their loss.
 
         Args:
-            scorer: of the policy.
             update: number of the optimizer step.
             coefficient: of the KL term.
             tally: takes `kl/mean` and `loss/kl`.
+            device: of the policy.
         """
-        anchors, chosen_M = self._load(self.indices(update), scorer.model.device)
+        anchors, chosen_M = self._load(self.indices(update), device)
         divisor = int(anchors.sequences.completion_length_N.cpu()[chosen_M].sum())
-        total = torch.zeros((), device=scorer.model.device)
-        for micro in split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens):
-            scores = scorer.score(micro.input_ids_BS, micro.where_T, anchors.top_ids_TK[micro.token_T])
-            kl_T = anchored_kl(scores.logprobs_TK, anchors.top_logprobs_TK[micro.token_T], anchors.tail_T[micro.token_T])
-            loss = coefficient * kl_T.sum() / divisor
-            loss.backward()
-            total += loss.detach()
-            tally.add("kl/mean", kl_T)
-            tally.total("loss/kl", loss)
-        return total
+
+        def term(micro: MicroBatch) -> Term:
+            top_ids_TK, top_TK = anchors.top_ids_TK[micro.token_T], anchors.top_logprobs_TK[micro.token_T]
+            tail_T = anchors.tail_T[micro.token_T]
+
+            def loss(scores: TokenScores) -> torch.Tensor:
+                kl_T = anchored_kl(scores.logprobs_TK, top_TK, tail_T)
+                part = coefficient * kl_T.sum() / divisor
+                tally.add("kl/mean", kl_T)
+                tally.total("loss/kl", part)
+                return part
+
+            return Term(Work(micro.input_ids_BS, micro.where_T, top_ids_TK), loss)
+
+        return [term(micro) for micro in split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens)]
 
     def _load(self, indices: list[int], device: torch.device) -> tuple[_Loaded, torch.Tensor]:
         """Return loaded anchors and where in them the wanted ones are."""

@@ -154,7 +154,7 @@ def _reasons_for_caution(figures: dict[str, Any], verdicts: Sequence[Verdict]) -
             )
         if figures["suggested_group_size"] > figures["group_size"]:
             said.append(f"train.batch.group_size: {figures['suggested_group_size']} would make more groups teach")
-    if figures["distinct_fraction"] < FEW_DISTINCT:
+    if figures["distinct_fraction"] < FEW_DISTINCT and figures["zero_signal_fraction"] > ENOUGH_SIGNAL:
         said.append(
             f"only {figures['distinct_fraction']:.0%} of a group's answers are distinct: raise train.sampling.temperature"
         )

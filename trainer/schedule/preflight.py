@@ -62,7 +62,7 @@ def record(report: PreflightReport, writer: RunWriter, stop: bool) -> None:
     write_json(writer.directory / "preflight.json", report.as_dict())
     if report.verdict != "good":
         kind = "alarm" if report.verdict == "stop" else "warning"
-        writer.event(kind, "pre-flight: " + "; ".join(report.advice), step=0, preflight=report.as_dict())
+        writer.event(kind, "pre-flight: " + "; ".join(report.advice), step=0, figures="preflight.json")
     if report.verdict == "stop" and stop:
         raise ConfigError(
             "preflight.stop", True, "the pre-flight says that this reward cannot teach this base: " + "; ".join(report.advice)

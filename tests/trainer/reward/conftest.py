@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from trainer.errors import ConfigError
+from trainer.reward.code import choose_kind
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -28,3 +31,12 @@ def gsm8k() -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def humaneval() -> list[dict[str, Any]]:
     return read_sample("humaneval_40.jsonl")
+
+
+@pytest.fixture(scope="session")
+def sandbox_kind() -> str:
+    """The sandbox that holds on this machine; the test is skipped where none does."""
+    try:
+        return choose_kind("auto")
+    except ConfigError as error:
+        pytest.skip(str(error))

@@ -17,16 +17,7 @@ from trainer.reward.sandbox.seccomp import DENIED, assemble
 from trainer.reward.sandbox.test_side import same_output
 from trainer.types import Prompt, Verdict, Verifier
 
-
-def isolates() -> bool:
-    try:
-        choose_kind("auto")
-    except ConfigError:
-        return False
-    return True
-
-
-needs_isolation = pytest.mark.skipif(not isolates(), reason="this machine isolates with neither bubblewrap nor namespaces")
+needs_isolation = pytest.mark.usefixtures("sandbox_kind")
 
 
 def prompt(tests: Any, entry_point: str = "", preamble: str = "") -> Prompt:
@@ -35,7 +26,7 @@ def prompt(tests: Any, entry_point: str = "", preamble: str = "") -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
+def verifier(sandbox_kind: str) -> Iterator[Verifier]:
     made = build_verifier(Reward(verifier="code", timeout_seconds=20.0, num_workers=2))
     yield made
     made.close()
@@ -128,6 +119,7 @@ def test_a_timeout_scores_what_the_recipe_says() -> None:
     assert (verdict.status, verdict.score) == ("timeout", -0.5)
 
 
+@pytest.mark.smoke
 @needs_isolation
 def test_humaneval_canonical_solutions_pass_and_emptied_ones_fail(humaneval: list[dict[str, Any]], verifier: Verifier) -> None:
     prompts = [prompt(row["test"], row["entry_point"], row["prompt"]) for row in humaneval]

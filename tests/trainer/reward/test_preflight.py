@@ -72,7 +72,13 @@ def test_failures_and_sameness_are_named() -> None:
     assert "mend the verifier" in broken.advice[0]
     many = report([[verdict(0, "unparsable")] * 4 + [verdict(1)]], texts=[["a"] * 5])
     assert any("unparsable" in sentence for sentence in many.advice)
-    assert any("temperature" in sentence for sentence in many.advice)
+
+
+def test_equal_answers_matter_only_where_groups_teach_nothing() -> None:
+    mostly_flat = report(rewards([0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]), texts=[["a"] * 4] * 3)
+    assert any("temperature" in sentence for sentence in mostly_flat.advice)
+    teaching = report(rewards([0, 1, 0, 1], [0, 1, 0, 0], [0, 1, 1, 1]), texts=[["a", "b", "a", "a"]] * 3)
+    assert not any("temperature" in sentence for sentence in teaching.advice)
 
 
 def test_expected_signal_grows_with_the_group() -> None:

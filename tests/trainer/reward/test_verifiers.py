@@ -14,6 +14,7 @@ import pytest
 from trainer.config.schema import Reward, RewardPart
 from trainer.errors import ConfigError, DataError
 from trainer.reward import build_verifier, summarise
+from trainer.reward.pool import Nursery, NurseryChannel, Pool
 from trainer.types import AnswerText, Prompt, Verdict, Verifier
 
 
@@ -33,6 +34,12 @@ def verifier(**options: Any) -> Iterator[Verifier]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def user_module(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return "user_rewards"
 
 
 def test_exact_strips_and_compares() -> None:
@@ -57,17 +64,22 @@ def test_unknown_task_is_an_error_verdict_not_an_exception() -> None:
     assert "no_such_task" in verdict.detail
 
 
-def test_a_hanging_answer_times_out_and_the_others_are_judged() -> None:
+def test_an_answer_without_end_is_given_up_and_the_others_are_judged() -> None:
     with verifier(verifier="math", timeout_seconds=1.5) as judge:
         answers = [r"\boxed{47}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{48}", r"\boxed{47}"]
         verdicts = judge.score([(prompt("47"), answer) for answer in answers])
-    assert [v.status for v in verdicts] == ["ok", "timeout", "wrong", "ok"]
+    assert verdicts[1].status in ("timeout", "unparsable")
+    assert [v.status for v in verdicts[:1] + verdicts[2:]] == ["ok", "wrong", "ok"]
 
 
-@pytest.fixture
-def user_module(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return "user_rewards"
+def test_a_worker_may_not_fill_the_memory(user_module: str) -> None:
+    nursery = Nursery("user_rewards:make_glutton", {}, memory_bytes=1024**3)
+    pool = Pool([NurseryChannel(nursery)], 20.0)
+    payload = ("", "", {}, "")
+    (finding,) = pool.run([payload])
+    pool.close()
+    nursery.close()
+    assert (finding.status, finding.detail) == ("unparsable", "too deep or too large to judge (MemoryError)")
 
 
 def test_a_function_of_the_user(user_module: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,3 +24,7 @@ def misbehaving(prompt: str, answer: str, gold: str, scorer: dict[str, Any]) -> 
     if answer == "raise":
         raise KeyError(answer)
     return float("nan") if answer == "nan" else 1.0
+
+
+def make_glutton() -> Any:
+    return lambda payload: ("ok", float(len(bytearray(2 * 1024**3))), "")
