@@ -180,7 +180,6 @@ def test_metrics_tell_cost_and_progress(train: Train, tmp_path: Path) -> None:
     expected = {"time/sample_seconds", "time/reward_seconds", "time/learn_seconds", "throughput/samples_per_second"}
     assert expected | {"throughput/tokens_per_second", "memory/rss_bytes", "lr"} <= last.keys()
     assert max(line.get("mismatch/max_abs_logprob", -1.0) for line in lines) >= 0, "compared wherever the first minibatch trains"
-    assert all(line.get("mismatch/mean_abs_logprob", 0.0) < 1e-4 for line in lines)
     assert last["policy/version"] == 10 * 2 * 2
     assert last["completion/length_max"] <= 3
 
