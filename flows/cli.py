@@ -3,6 +3,8 @@
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
+replay            an async run again, from its pool
+preflight         can this reward teach this base?
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import typer
 
 from flows.leave import Leave
 from flows.workspaces import resolve_config, resolve_workspace
-from tasks.registry import STAGES, Stage
+from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import StopRequested, TitheError
+from trainer.errors import ModelError, StopRequested, TitheError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -129,6 +131,36 @@ def status(recipe: Recipe = None, overrides: Override = None, root: Root = None,
 
 
 @app.command()
+def preflight(
+    recipe: Recipe = None,
+    overrides: Override = None,
+    run_directory: RunDirectory = None,
+    root: Root = None,
+    no_tracking: NoTracking = False,
+) -> None:
+    """Score a sample of the base's completions and say whether the reward can teach; prepares prompts and base first.
+
+    Exit code 0 for good and caution, 2 for stop.
+
+    Example: tithe preflight recipes/smollm2.yaml -S preflight.num_prompts=16
+    """
+    workspace = find(recipe, overrides, run_directory, root, None)
+    from tasks.artifacts import prepare_workspace
+    from tasks.command import limit_threads, run_stages
+    from tasks.preflight import run_preflight
+    from tasks.stage import stop_on_signals
+
+    limit_threads(workspace.config)
+    os.chdir(REPOSITORY)
+    stop_on_signals()
+    prepare_workspace(workspace)
+    run_stages(workspace, (get_stage("prepare"), get_stage("base")), False, not no_tracking)
+    report = run_preflight(workspace)
+    print("\n".join(report.lines()))
+    raise typer.Exit(2 if report.verdict == "stop" else 0)
+
+
+@app.command()
 def up(
     prefect_port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
@@ -157,6 +189,31 @@ def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -
 
     workspace = find(recipe, overrides, None, root, None)
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run directory of an async run: runs/<campaign>-<hash>.", metavar="RUN")],
+) -> None:
+    """Train an async run again from its experience pool, and say whether the policy is the same to the last bit.
+
+    Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
+    """
+    from rich.progress import Progress
+
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("loading", total=None)
+        from tasks.replay import replay_run
+
+        facts = replay_run(run, lambda step, total: bar.update(task, description="replaying", completed=step, total=total))
+    steps, version, compared = facts["num_steps"], facts["policy_version"], facts["versions_compared"]
+    print(f"replayed {steps} steps to policy version {version}; {compared} recorded versions compared")
+    if not facts["identical"]:
+        raise ModelError(
+            f"{run}: the replayed policy differs from the recorded one (versions {facts['versions_differing']}); "
+            "replay it on the machine that trained it, with the same versions of torch and this code"
+        )
+    print("the policy is bit for bit the recorded one")
 
 
 @app.command("dvc-yaml", hidden=True)
@@ -193,7 +250,7 @@ def _add_stage(stage: Stage) -> None:
     app.command(stage.name, rich_help_panel="Stages")(run_one)
 
 
-for _stage in STAGES:
+for _stage in (*STAGES, *OPTIONAL_STAGES):
     _add_stage(_stage)
 
 

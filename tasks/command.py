@@ -13,20 +13,21 @@ from importlib import import_module
 from pathlib import Path
 
 from tasks.record import Status
-from tasks.registry import STAGES, Stage, get_stage
-from tasks.stage import die_with_parent, run_stage, stop_on_signals
+from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage, optional_stages
+from tasks.stage import run_stage, stop_on_signals
 from tasks.tracking import PARENT_TRACKS, Session
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
 from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json
+from trainer.processes import die_with_parent
 
 FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of a campaign, or all of them in order.")
-    parser.add_argument("stage", help=", ".join(stage.name for stage in STAGES) + ", or all")
+    parser.add_argument("stage", help=", ".join(stage.name for stage in (*STAGES, *OPTIONAL_STAGES)) + ", or all")
     parser.add_argument("--workspace", type=Path, default=Path("."), help="folder with params.yaml (default: here)")
     parser.add_argument("--config", type=Path, help="params.yaml or a resolved config.json (default: params.yaml there)")
     parser.add_argument("--run-dir", type=Path, help="run directory (default: runs/<campaign>-<hash> in the workspace)")
@@ -86,7 +87,8 @@ def main(arguments: list[str]) -> int:
             die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))
         run_directory = options.run_dir and options.run_dir.resolve()
         workspace = Workspace(options.workspace.resolve(), config, run_directory, load_stages(options.stages), options.stages)
-        stages = workspace.stages if options.stage == "all" else (get_stage(options.stage, workspace.stages),)
+        every = (*optional_stages(config), *workspace.stages)
+        stages = every if options.stage == "all" else (get_stage(options.stage, workspace.stages),)
         run_stages(workspace, stages, options.force, not options.no_tracking)
     except TitheError as error:
         for line in str(error).splitlines():

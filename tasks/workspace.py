@@ -90,7 +90,7 @@ class Workspace:
 
     def paths(self, stage: Stage, out: Path) -> StagePaths:
         names = [s.name for s in self.stages]
-        before = names[: names.index(stage.name)]
+        before = names[: names.index(stage.name)] if stage.name in names else []
         return StagePaths(
             inputs={name: self.artifact(name) for name in stage.inputs},
             out=out,

@@ -15,7 +15,7 @@ from trainer.plan.work import Work
 
 LINKS = {
     "network": "network",
-    "link": "links between devices",
+    "link": "link between devices",
     "host_link": "host-device link",
     "host_link_back": "device-host link",  # the other direction of the same link, which is full duplex; a disk is not
     "disk": "disk",
@@ -56,10 +56,16 @@ class Flow:
             return f"{self.name}: {_seconds(self.seconds)} a step over the {where}"
         known = f"hides behind compute from about {_round(self.threshold_tokens):,} tokens per device and visit"
         if not self.prefetched:
-            return f"{self.name}: no prefetch (one slot), so all {_seconds(self.seconds)} over the {where} are waited for; with two slots it {known}"
+            return (
+                f"{self.name}: no prefetch (one slot), so all {_seconds(self.seconds)} over the {where} are "
+                f"waited for; with two slots it {known}"
+            )
         if self.hidden:
             return f"{self.name}: hidden; it {known}, here {self.visit_tokens:,.0f}"
-        return f"{self.name}: the {where} binds: {_seconds(self.seconds)} against {_seconds(self.beside_seconds)} of compute; it {known}, here {self.visit_tokens:,.0f}"
+        return (
+            f"{self.name}: the {where} binds: {_seconds(self.seconds)} against "
+            f"{_seconds(self.beside_seconds)} of compute; it {known}, here {self.visit_tokens:,.0f}"
+        )
 
 
 def _round(value: float) -> int:
@@ -108,7 +114,8 @@ class BandwidthLedger:
 
 
 def visits_per_step(request: PlanRequest, sizes: Sizes) -> float:
-    """Return how often the weights travel for forward and backward: once a micro-batch, or once an optimizer step (layer-major)."""
+    """Return how often the weights travel for forward and backward: once a micro-batch, or once an optimizer "
+    "step (layer-major)."""
     batch = request.choices.batch
     return batch.passes * (batch.minibatches if request.choices.train.layer_major else max(sizes.num_micro, batch.minibatches))
 
@@ -163,7 +170,7 @@ def bandwidth_ledger(request: PlanRequest, sizes: Sizes, work: Work) -> Bandwidt
 def _train_flows(flows: _Flows) -> None:
     """Weights gathered and gradients reduced between training devices."""
     request, sizes = flows.request, flows.sizes
-    card, train, n = request.card, request.choices.train, request.choices.devices
+    train, n = request.choices.train, request.choices.devices
     batch = request.choices.batch
     if n == 1:
         return
@@ -173,11 +180,16 @@ def _train_flows(flows: _Flows) -> None:
     if train.residency in ("sharded", "zero3"):
         visits = visits_per_step(request, sizes)
         gathers = 3 if train.residency == "zero3" and train.recompute else 2
-        each = part * card.parameters * sizes.weight_bytes
-        said = f"{visits:,.1f} visits x {gathers} gathers x (1 - 1/{n}) x P x {sizes.weight_bytes:g} B = {each / 1e12:,.3g} TB a gather"
+        each = received_parameters(request) * sizes.weight_bytes
+        said = (
+            f"{visits:,.1f} visits x {gathers} gathers x (1 - 1/{n}) x P x {sizes.weight_bytes:g} B = "
+            f"{each / 1e12:,.3g} TB a gather"
+        )
         flows.add("weights gathered", flows.between, "train", visits * gathers * each, said, prefetched, visits)
         times = visits if train.rule == "stateless" or train.method == "full" else updates
-        size = times * part * sizes.trained * sizes.gradient_bytes
+        reduced = received_parameters(request) if train.method == "full" else part * sizes.trained
+        size = times * reduced * sizes.gradient_bytes
+        _expert_flow(flows, visits)
         flows.add(
             "gradients reduced",
             flows.between,
@@ -198,6 +210,27 @@ def _train_flows(flows: _Flows) -> None:
             True,
             float(updates),
         )
+
+
+def received_parameters(request: PlanRequest) -> float:
+    """Return the parameters that one device receives to see every layer whole: (1 - 1/N) P, experts only within their group."""
+    card, n, spread = request.card, request.choices.devices, request.choices.train.expert_parallel
+    experts = card.role("experts")
+    return (1 - 1 / n) * (card.parameters - experts) + (1 - spread / n) * experts / spread
+
+
+def _expert_flow(flows: _Flows, visits: float) -> None:
+    """Tokens that travel to experts on other devices and back, in forward, recomputation and backward."""
+    request, sizes = flows.request, flows.sizes
+    spread = request.choices.train.expert_parallel
+    if spread == 1:
+        return
+    chosen = sum(block.count * block.experts_per_token for block in request.card.blocks if block.experts)
+    rounds = 3 if request.choices.train.recompute else 2
+    tokens = sizes.rank_tokens * request.choices.batch.passes
+    size = rounds * 2 * chosen * tokens * request.card.hidden_size * sizes.activation_bytes * (1 - 1 / spread)
+    formula = f"{rounds} passes x there and back x tokens x chosen experts x h x {sizes.activation_bytes} B x (1 - 1/{spread})"
+    flows.add("tokens to experts", flows.between, "train", size, formula, True)
 
 
 def _tier_flows(flows: _Flows) -> None:
@@ -224,7 +257,8 @@ def _tier_flows(flows: _Flows) -> None:
                 visits,
             )
     if request.choices.reference.kind == "int8_streamed":
-        size = card.parameters * BYTES[request.choices.reference.dtype or "int8"]
+        experts, spread = card.role("experts"), train.expert_parallel
+        size = (card.parameters - experts + experts / spread) * BYTES[request.choices.reference.dtype or "int8"]
         visits = 1.0 if train.layer_major else sizes.num_micro
         flows.add(
             "reference streamed", "host_link", "score", size * visits, f"{visits:,.1f} visits x P x 1 B", prefetched, visits

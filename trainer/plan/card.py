@@ -42,6 +42,7 @@ class Block:
     num_experts: int = 0
     experts_per_token: int = 0
     largest_tensor: int = 0
+    heads: int = 0
     query_width: int = 0  # heads x head size of queries
     key_width: int = 0  # of keys as attention sees them
     value_width: int = 0
@@ -54,6 +55,7 @@ class Block:
     head_norms: bool = False  # queries and keys are normalised
     kv_elements: int = 0  # cached per token: keys and values, or the latent
     window: int | None = None  # a token attends to this many positions at most; the engine caches no more
+    eager: bool = False  # attention keeps its scores: the architecture has no fused form
     softmax: bool = True  # False: a linear-attention or state-space block, which keeps no keys and values
 
     @property
@@ -116,6 +118,20 @@ class ModelCard:
     def largest_unit(self) -> int:
         """Parameters of the largest thing that is gathered or streamed at once: a block, the embedding or the head."""
         return max(self.embedding, self.head, self.largest_block)
+
+    def gathered_unit(self, expert_parallel: int = 1) -> int:
+        """Return the largest unit where a layer's experts stay spread over some devices and are never gathered."""
+        blocks = (block.parameters - block.experts + block.experts // expert_parallel for block in self.blocks)
+        return max(self.embedding, self.head, *blocks)
+
+    def gathered_block(self, expert_parallel: int = 1) -> int:
+        """Return the largest block as one device sees it, experts spread."""
+        return max(block.parameters - block.experts + block.experts // expert_parallel for block in self.blocks)
+
+    def gathered_tensor(self, expert_parallel: int = 1) -> int:
+        """Return the largest tensor as one device sees it; a layer's experts are one or two stacked tensors."""
+        blocks = (b.largest_tensor // (expert_parallel if b.experts else 1) for b in self.blocks)
+        return max(self.embedding, self.head, *blocks)
 
     def role(self, name: str) -> int:
         """Return the parameters of a role over the whole model."""
@@ -241,6 +257,7 @@ def stated(
         num_experts=num_experts if experts else 0,
         experts_per_token=experts_per_token if experts else 0,
         largest_tensor=biggest,
+        heads=heads,
         query_width=query,
         key_width=kv,
         value_width=kv,

@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.plan.card import Block, ModelCard
+from trainer.plan.activations import backward_per_token, logits_per_token, saved_per_token
+from trainer.plan.card import ModelCard
 from trainer.plan.request import BYTES, PlanRequest
 
 PHASES = ("load", "sample", "score", "train", "sync", "merge", "evaluate")
@@ -24,7 +25,7 @@ ALWAYS = PHASES
 _WORKING = ("sample", "score", "train", "sync")
 COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in its defaults (5e8 elements)
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
-INT4_GROUP = 128  # weights that share a 16-bit scale
+ENGINE_WORKSPACE = 1.0e9  # an engine's activations and captured graphs
 EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
 CPU_CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
 
@@ -98,8 +99,6 @@ def sizes_of(request: PlanRequest) -> Sizes:
     trained = float(request.adapter_parameters if is_lora else card.parameters)
     moments = 8.0 if train.rule == "adamw" else 0.0
     state = trained * (moments + (4.0 if master else 0.0))
-    if is_lora and train.lora.optimizer_bytes_per_parameter is not None:
-        state = trained * max(train.lora.optimizer_bytes_per_parameter - own - gradient, 0.0)
     engine = BYTES[sample.dtype] if sample.dtype else max(weight, 1.0)
     sample_devices = sample.devices or choices.devices
     rank_tokens = batch.trained_tokens / choices.devices
@@ -178,7 +177,7 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
     return MemoryLedger(tuple(bill.terms))
 
 
-# -- what is always there ---------------------------------------------------------------------------------------------------
+# -- what is always there ------------------------------------------------------------
 
 
 def _fixed(bill: Bill, request: PlanRequest) -> None:
@@ -240,23 +239,16 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     else:
         n = sizes.shards
         bill.add("device", "weights", total / n, f"P {card.parameters:,} x {w:g} B / {n} devices")
-        unit = card.largest_unit * (w if w >= 1 else 1)
+        unit = card.gathered_unit(train.expert_parallel) * w
         bill.add(
             "device",
             "gathered layers",
             train.slots * unit,
             f"{train.slots} x largest layer {unit / 1e9:,.2f} GB",
-            ("score", "train"),
+            ("score", "train") if request.choices.reference.kind in ("resident", "adapter_off") else ("train",),
         )
         bill.add(
             "device", "collective buffers", min(COLLECTIVE_BUFFER, total), "flat buffers of gather and reduce", ("score", "train")
-        )
-    if w < 1:
-        bill.add(
-            "device",
-            "scales of int4 weights",
-            card.parameters / INT4_GROUP * 2 / sizes.shards,
-            f"one 16-bit scale for {INT4_GROUP} weights",
         )
     if train.method == "lora":
         own = max(sizes.activation_bytes, 2.0) if w < 2 else w
@@ -269,7 +261,7 @@ def _over(shards: int) -> str:
     return f" / {shards} devices" if shards > 1 else ""
 
 
-# -- gradients, optimizer ---------------------------------------------------------------------------------------------------
+# -- gradients, optimizer ------------------------------------------------------------
 
 
 def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
@@ -277,98 +269,58 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     g, shards = sizes.gradient_bytes, sizes.shards
     if train.rule == "stateless":
         if train.layer_major:
-            layer = card.largest_block * 4
+            layer = card.gathered_block(train.expert_parallel) * 4
             bill.add("device", "gradient of one layer", layer, "largest layer x 4 B: exact accumulation in float32", ("train",))
         else:
-            bill.add(
-                "device",
-                "gradient of one tensor",
-                card.largest_tensor * g,
-                f"largest tensor {card.largest_tensor:,} x {g:g} B",
-                ("train",),
-            )
+            tensor = card.gathered_tensor(train.expert_parallel)
+            bill.add("device", "gradient of one tensor", tensor * g, f"largest tensor {tensor:,} x {g:g} B", ("train",))
         work = 8 * min(card.largest_tensor, 2**24)
         bill.add("device", "update workspace", work, "float32 copies of weight and gradient, 16M elements at a time", ("train",))
         return
     bill.add("device", "gradients", sizes.trained * g / shards, f"T {int(sizes.trained):,} x {g:g} B" + _over(shards), ("train",))
     if train.method == "full" and shards > 1:
-        bill.add("device", "gradients before reduction", card.largest_unit * g, "one layer's, whole", ("train",))
-    parts = (["float32 master 4"] if sizes.master else []) + (["m 4", "v 4"] if train.rule == "adamw" else [])
-    if not sizes.state_bytes:
-        return
-    each = sizes.state_bytes / sizes.trained if sizes.trained else 0
-    formula = f"T x {each:g} B ({', '.join(parts)})" + _over(shards)
-    if train.optimizer_offload == "none":
-        bill.add("device", "optimizer state", sizes.state_bytes / shards, formula)
-    else:
-        hosts = request.hardware.hosts(request.choices.devices)
-        copies = 1 if shards > 1 else min(request.hardware.host.devices, request.choices.devices)
+        bill.add(
+            "device",
+            "gradients before reduction",
+            card.gathered_unit(train.expert_parallel) * g,
+            "one layer's, whole",
+            ("train",),
+        )
+    if train.optimizer_offload != "none":
         bill.add(
             "device", "offload buckets", min(OFFLOAD_BUCKET, sizes.state_bytes), "staging for the offloaded optimizer", ("train",)
         )
-        per_host = sizes.state_bytes / hosts if shards > 1 else sizes.state_bytes * copies
-        bill.add("host" if train.optimizer_offload == "host" else "disk", "optimizer state", per_host, formula + ", offloaded")
+    parts = ["float32 master"] if sizes.master else []
+    for name in parts + (["first moments", "second moments"] if train.rule == "adamw" else []):
+        _state(bill, request, sizes, name)
 
 
-# -- activations --------------------------------------------------------------------------------------------------------------
-
-
-def saved_per_token(block: Block, hidden: int, activation_bytes: int, lora_targets: tuple[str, ...] | None = None) -> float:
-    """Return bytes that one block's forward keeps for backward, per token.
-
-    Counted from what autograd saves in transformers' blocks with fused attention: a norm keeps its float32 input and its
-    normalised value, attention its queries, keys, values and output, a gated MLP four times its width. A frozen backbone
-    keeps no input of a linear layer that has no adapter.
-
-    Args:
-        block: the block.
-        hidden: hidden size.
-        activation_bytes: 4 or 2.
-        lora_targets: adapter targets; None where every weight trains.
-    """
-    b = activation_bytes
-    in_float32 = 4
-    frozen = lora_targets is not None
-    last = {t.rpartition(".")[2] for t in lora_targets or ()}
-    reads_attention = not frozen or bool(
-        last & {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_a_proj", "c_attn"}
+def _state(bill: Bill, request: PlanRequest, sizes: Sizes, name: str) -> None:
+    """One float32 copy of what trains, on the device or offloaded."""
+    place, shards = request.choices.train.optimizer_offload, sizes.shards
+    whole, formula = sizes.trained * 4.0, f"T {int(sizes.trained):,} x 4 B"
+    if place == "none":
+        bill.add("device", name, whole / shards, formula + _over(shards))
+        return
+    hosts = request.hardware.hosts(request.choices.devices)
+    copies = 1 if shards > 1 else min(request.hardware.host.devices, request.choices.devices)
+    bill.add(
+        place,
+        name,
+        whole / hosts if shards > 1 else whole * copies,
+        f"{formula}, offloaded" + (f" over {hosts} hosts" if shards > 1 and hosts > 1 else ""),
     )
-    reads_mlp = not frozen or bool(last & {"gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"})
-    reads_out = not frozen or bool(last & {"o_proj", "out_proj", "dense"})
-    reads_down = not frozen or bool(last & {"down_proj", "fc2", "dense_4h_to_h"})
-    normed = 0 if frozen else b
-    total = float(block.hidden_norms * hidden * (in_float32 + normed))
-    total += hidden * b * (reads_attention + reads_mlp)
-    if block.head_norms:
-        total += (block.query_width + block.key_width) * (in_float32 + normed)
-    total += b * (block.query_width + block.key_width + block.value_width + block.output_width)
-    total += b * block.latent_width * 2
-    if reads_out and frozen:
-        total += 0  # attention's output is kept by attention itself
-    width = block.mlp_width
-    total += b * width * ((3 if block.gated else 1) + reads_down)
-    if block.num_experts:
-        each = 2 * hidden + block.expert_width * (4 if block.gated else 2)
-        total += b * block.experts_per_token * each
-    return total
 
 
-def backward_per_token(block: Block, hidden: int, activation_bytes: int) -> float:
-    """Return bytes of gradients of activations that exist at once inside one block's backward, per token."""
-    width = max(block.mlp_width, block.expert_width * block.experts_per_token, block.query_width)
-    return float(activation_bytes * (2 * hidden + 3 * width))
-
-
-def logits_per_token(vocab_size: int, activation_bytes: int) -> float:
-    """Return bytes of one token's logits with their gradient: as computed, in float32, and two float32 gradients."""
-    return float(vocab_size * (12 if activation_bytes == 4 else activation_bytes + 12))
+# -- activations ------------------------------------------------------------
 
 
 def _saved(card: ModelCard, request: PlanRequest, b: int) -> tuple[float, float]:
     """Return (sum over layers, largest layer) of saved bytes per token."""
     train = request.choices.train
     targets = train.lora.target_modules if train.method == "lora" else None
-    each = [(block.count, saved_per_token(block, card.hidden_size, b, targets)) for block in card.blocks]
+    sequence = request.choices.batch.prompt_tokens + request.choices.batch.completion_tokens
+    each = [(block.count, saved_per_token(block, card.hidden_size, b, targets, sequence)) for block in card.blocks]
     return sum(count * size for count, size in each), max(size for _, size in each)
 
 
@@ -424,7 +376,7 @@ def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         )
 
 
-# -- reference, reward ----------------------------------------------------------------------------------------------------------
+# -- reference, reward ------------------------------------------------------------
 
 
 def _reference(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
@@ -441,8 +393,8 @@ def _reference(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             "host", "reference model", card.parameters * size / hosts, f"P x {size:g} B / {hosts} hosts, streamed layer by layer"
         )
         slots = 2
-        wide = card.largest_block * (size + sizes.activation_bytes)
-        bill.add("device", "reference slots", slots * wide, f"{slots} x largest layer, as stored and as computed", ("score",))
+        wide = card.gathered_block(request.choices.train.expert_parallel) * (slots * size + sizes.activation_bytes)
+        bill.add("device", "reference slots", wide, f"{slots} x largest layer as stored, one as computed", ("score",))
     elif reference.kind == "engine":
         size = BYTES[reference.dtype] if reference.dtype else sizes.engine_bytes
         bill.add(
@@ -494,7 +446,7 @@ def _reward(bill: Bill, request: PlanRequest) -> None:
         bill.add("sampler", "reward model", size / pool, f"{reward.parameters:,.0f} x {BYTES[reward.dtype]:g} B / {pool} devices")
 
 
-# -- sampling --------------------------------------------------------------------------------------------------------------------
+# -- sampling ------------------------------------------------------------
 
 
 def kv_sequences(request: PlanRequest, sizes: Sizes) -> float:
@@ -525,15 +477,7 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         held = ("sample", "evaluate", "sync") if asleep else ALWAYS
         weights = card.parameters * sizes.engine_bytes / spread
         bill.add("sampler", "engine's weights", weights, f"P x {sizes.engine_bytes:g} B / {spread} devices", held)
-        if sizes.engine_bytes < 1:
-            bill.add(
-                "sampler",
-                "engine's scales",
-                card.parameters / INT4_GROUP * 2 / spread,
-                f"one 16-bit scale for {INT4_GROUP} weights",
-                held,
-            )
-        bill.add("sampler", "engine's workspace", 1.5e9, "activations of prefill, captured graphs", held)
+        bill.add("sampler", "engine's workspace", ENGINE_WORKSPACE, "activations of prefill, captured graphs", held)
         kv_phases = held if not (asleep or own or together) else (while_sampling if asleep or together else ALWAYS)
     else:
         kv_phases = while_sampling
@@ -567,7 +511,7 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             "device", "distributions of one token", sequences * card.vocab_size * 12, "sequences x V x 3 x 4 B", while_sampling
         )
         if choices.train.residency in ("sharded", "zero3", "tiered"):
-            unit = card.largest_unit * max(sizes.weight_bytes, 1)
+            unit = card.gathered_unit(choices.train.expert_parallel) * sizes.weight_bytes
             bill.add(
                 "device",
                 "gathered layers while sampling",
@@ -577,7 +521,7 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             )
 
 
-# -- hand-over, merge, disk ---------------------------------------------------------------------------------------------------------
+# -- hand-over, merge, disk ------------------------------------------------------------
 
 
 def sync_kind(request: PlanRequest) -> str:
@@ -593,12 +537,12 @@ def _handover(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     kind = sync_kind(request)
     shard = min(5.0e9, card.parameters * 2.0)
     if kind == "weights":
-        bucket = max(card.largest_unit * max(sizes.weight_bytes, 1), 1.0e9)
+        bucket = max(card.gathered_unit(train.expert_parallel) * sizes.weight_bytes, 1.0e9)
         bill.add("device", "hand-over bucket", bucket, "one layer, gathered to be sent", ("sync",))
         bill.add(
             "sampler",
             "hand-over bucket",
-            card.largest_unit * max(sizes.engine_bytes, 1) / sizes.engine_spread,
+            card.gathered_unit(train.expert_parallel) * sizes.engine_bytes / sizes.engine_spread,
             "one layer, received",
             ("sync",),
         )

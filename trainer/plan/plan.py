@@ -154,7 +154,8 @@ def _sentence(plan: Plan, rooms: tuple[Room, ...], fits: bool) -> str:
     if fits:
         tight = max(rooms, key=lambda room: room.peak_bytes / room.capacity_bytes)
         return (
-            f"fits: {_of(tight.place, request)} is filled to {size(tight.peak_bytes)} of {size(tight.capacity_bytes)} while in phase "
+            f"fits: {_of(tight.place, request)} is filled to {size(tight.peak_bytes)} of "
+            f"{size(tight.capacity_bytes)} while in phase "
             f"{tight.phase}; {size(tight.margin_bytes)} are left"
         )
     parts = []
@@ -162,7 +163,8 @@ def _sentence(plan: Plan, rooms: tuple[Room, ...], fits: bool) -> str:
         if not room.fits:
             largest = plan.memory.at(room.place, room.phase)[0]
             parts.append(
-                f"{_of(room.place, request)} would need {size(room.peak_bytes)} of {size(room.capacity_bytes)} in phase {room.phase}, "
+                f"{_of(room.place, request)} would need {size(room.peak_bytes)} of {size(room.capacity_bytes)} "
+                f"in phase {room.phase}, "
                 f"{size(-room.margin_bytes)} too much (largest: {largest.name}, {size(largest.bytes)})"
             )
     return "does not fit: " + "; ".join(parts)

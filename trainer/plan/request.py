@@ -37,8 +37,6 @@ class LoraChoice(Section):
     target_modules: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "gate_proj")
     parameters: Size | None = None
     """The adapter's parameters where they are stated; None counts them on the card."""
-    optimizer_bytes_per_parameter: Size | None = None
-    """None adds up weights, gradients, master and moments; 16 is how published bills count an adapter."""
 
 
 class TrainChoice(Section):
@@ -60,13 +58,15 @@ class TrainChoice(Section):
     """Layers of a tiered model that never leave the device."""
     slots: Annotated[int, Field(ge=1)] = 2
     """Layers that are on the device at once while weights are streamed or gathered; 1 means no prefetch."""
+    expert_parallel: Count = 1
+    """Devices over which a layer's experts are spread: tokens travel to them instead of their weights."""
     layer_major: bool = False
     """All micro-batches of one layer, then the next layer: weights travel twice a step."""
     recompute: bool = True
     """Activations of a layer are made again in backward."""
     boundary: Literal["device", "host"] = "device"
     """Where the activations between layers wait for backward."""
-    head_chunk_tokens: Count | None = 4096
+    head_chunk_tokens: Count | None = 1024
     """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
     optimizer_offload: Literal["none", "host", "disk"] = "none"
     lora: LoraChoice = LoraChoice()
@@ -205,6 +205,14 @@ class Choices(Section):
                 train.residency,
                 "one device has nobody to share with; set resident or tiered, or raise devices",
             )
+        if self.devices % train.expert_parallel:
+            refuse("train.expert_parallel", train.expert_parallel, f"must divide the {self.devices} training devices")
+        if train.expert_parallel > 1 and train.residency not in ("sharded", "zero3"):
+            refuse(
+                "train.expert_parallel",
+                train.expert_parallel,
+                "is for weights that devices share; set train.residency: sharded or zero3",
+            )
         if self.schedule.kind == "async" and sample.engine == "embedded":
             refuse(
                 "schedule.kind",
@@ -275,7 +283,7 @@ def make_request(name: str, card: ModelCard, hardware: Hardware, choices: Choice
     return PlanRequest(name, card, hardware, choices, count_adapter(card, choices.train), note)
 
 
-# -- from plan files --------------------------------------------------------------------------------------------------------
+# -- from plan files ------------------------------------------------------------
 
 
 def read_plan(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanFile:
@@ -297,7 +305,7 @@ def request_of(plan: PlanFile) -> PlanRequest:
     return make_request(plan.name, load_card(plan.model), load_hardware(plan.hardware), plan.choices, plan.note)
 
 
-# -- from a campaign's configuration --------------------------------------------------------------------------------------------
+# -- from a campaign's configuration ------------------------------------------------------------
 
 
 def choices_of(config: CampaignConfig, prompt_tokens: float | None = None, completion_tokens: float | None = None) -> Choices:

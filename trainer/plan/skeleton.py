@@ -27,7 +27,7 @@ from trainer.plan.card import Block, Linear, ModelCard, stated
 LIBRARY = Path(__file__).parent / "models.yaml"
 SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local")
-_STATED_KEYS = tuple(key for key in stated.__kwdefaults__ or ()) + ("parameters", "num_layers", "hidden_size", "vocab_size")
+_STATED_KEYS = (*(stated.__kwdefaults__ or ()), "parameters", "num_layers", "hidden_size", "vocab_size")
 # What a causal language model cannot be sized without, and the names that configs give it.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -115,7 +115,7 @@ def _from_class(name: str) -> ModelCard:
     return _build(json.dumps({"model_type": kind, "_defaults_wanted": True}), name)
 
 
-# -- from a config to a skeleton ----------------------------------------------------------------------------------------
+# -- from a config to a skeleton ------------------------------------------------------------
 
 
 def _resolve(tree: dict[str, Any], assumed: list[str]) -> Any:
@@ -123,7 +123,7 @@ def _resolve(tree: dict[str, Any], assumed: list[str]) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import CONFIG_MAPPING
 
-    kind = tree.get("model_type")
+    kind = str(tree.get("model_type") or "")
     if kind not in CONFIG_MAPPING:
         instead = _nearest_layout(tree)
         said = f"model_type {kind!r} is unknown to this transformers" if kind else "the config names no model_type"
@@ -181,7 +181,8 @@ def _say_defaults(values: Mapping[str, Any], config: Any, assumed: list[str]) ->
 
 @lru_cache(maxsize=64)
 def _build(text: str, name: str) -> ModelCard:
-    tree, assumed = json.loads(text), []
+    tree: dict[str, Any] = json.loads(text)
+    assumed: list[str] = []
     config = _resolve(tree, assumed)
     model = skeleton(config)
     return read_skeleton(model, name, tuple(assumed))
@@ -213,7 +214,7 @@ def skeleton(config: Any) -> Any:
         raise ModelError(f"model config: no causal language model can be built of {type(config).__name__} ({said[0]})") from error
 
 
-# -- from a skeleton to a card --------------------------------------------------------------------------------------------
+# -- from a skeleton to a card ------------------------------------------------------------
 
 
 def read_skeleton(model: Any, name: str, assumed: tuple[str, ...] = ()) -> ModelCard:
@@ -257,10 +258,11 @@ def _decoder_blocks(model: Any, config: Any) -> list[Any]:
     import torch
 
     depth = config.num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
     if not lists:
         raise ModelError(f"{type(model).__name__}: found no list of {depth} decoder blocks; it cannot be planned")
-    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+    largest: Any = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return list(largest)
 
 
 def _role(path: str, kinds: Mapping[str, str], is_moe: bool) -> str:
@@ -292,7 +294,7 @@ def _read_block(layer: Any, config: Any, index: int, said: list[str]) -> Block:
     for path, shape in shapes.items():
         role = _role(path, kinds, is_moe)
         roles[role] = roles.get(role, 0) + _numel(shape)
-    facts = dict.fromkeys(("attention", "norms"), 0) | roles
+    facts: dict[str, Any] = dict.fromkeys(("attention", "norms"), 0) | roles
     facts |= _attention(layer, config, index, said)
     facts |= _mlp(layer, config, shapes, kinds)
     norms = [path for path, kind in kinds.items() if "norm" in kind.lower()]
@@ -325,6 +327,7 @@ def _attention(layer: Any, config: Any, index: int, said: list[str]) -> dict[str
     if not (kind in _WINDOWED or (types is None and window)):
         window = None
     heads = config.num_attention_heads
+    kept = {"heads": heads, "eager": getattr(config, "_attn_implementation", None) == "eager"}
     if getattr(config, "kv_lora_rank", None):
         rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
         query, output = heads * (rope + nope), heads * config.v_head_dim
@@ -341,7 +344,7 @@ def _attention(layer: Any, config: Any, index: int, said: list[str]) -> dict[str
     kv_heads = _kv_heads(layer, config, heads)
     query, kv = heads * head_dim, kv_heads * head_dim
     widths = {"query_width": query, "key_width": kv, "value_width": kv, "output_width": query}
-    return {**widths, "kv_elements": 2 * kv, "window": window}
+    return {**widths, **kept, "kv_elements": 2 * kv, "window": window}
 
 
 def _kv_heads(layer: Any, config: Any, heads: int) -> int:
@@ -377,7 +380,7 @@ def _mlp(layer: Any, config: Any, shapes: Mapping[str, tuple[int, ...]], kinds: 
         and "experts" not in path.split(".")
     ]
     widths = [
-        max(m.weight.shape)
+        m.weight.numel() // hidden
         for path, m in downs
         if path.split(".")[-1] in ("down_proj", "fc2", "dense_4h_to_h", "c_proj", "w2", "wo", "fc_out")
     ]
@@ -412,7 +415,7 @@ def _experts_per_token(config: Any, num_experts: int) -> int:
     )
 
 
-# -- adapters on experts ------------------------------------------------------------------------------------------------------
+# -- adapters on experts ------------------------------------------------------------
 
 
 def lora_parameters(card: ModelCard, rank: int, targets: tuple[str, ...]) -> int:
