@@ -8,7 +8,7 @@
                     writer starts
 
 The child dies with the flow, even when that is killed with SIGKILL: a new interpreter gets SIGTERM from the kernel
-(tasks.stage.die_with_parent), a forked process watches the pipe that the flow held.
+(trainer.processes.die_with_parent), a forked process watches the pipe that the flow held.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
+replay            an async run again, from its pool
 preflight         can this reward teach this base?
 """
 
@@ -20,7 +21,7 @@ from flows.leave import Leave
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import StopRequested, TitheError
+from trainer.errors import ModelError, StopRequested, TitheError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -188,6 +189,31 @@ def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -
 
     workspace = find(recipe, overrides, None, root, None)
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run directory of an async run: runs/<campaign>-<hash>.", metavar="RUN")],
+) -> None:
+    """Train an async run again from its experience pool, and say whether the policy is the same to the last bit.
+
+    Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
+    """
+    from rich.progress import Progress
+
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("loading", total=None)
+        from tasks.replay import replay_run
+
+        facts = replay_run(run, lambda step, total: bar.update(task, description="replaying", completed=step, total=total))
+    steps, version, compared = facts["num_steps"], facts["policy_version"], facts["versions_compared"]
+    print(f"replayed {steps} steps to policy version {version}; {compared} recorded versions compared")
+    if not facts["identical"]:
+        raise ModelError(
+            f"{run}: the replayed policy differs from the recorded one (versions {facts['versions_differing']}); "
+            "replay it on the machine that trained it, with the same versions of torch and this code"
+        )
+    print("the policy is bit for bit the recorded one")
 
 
 @app.command("dvc-yaml", hidden=True)

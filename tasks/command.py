@@ -14,12 +14,13 @@ from pathlib import Path
 
 from tasks.record import Status
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage, optional_stages
-from tasks.stage import die_with_parent, run_stage, stop_on_signals
+from tasks.stage import run_stage, stop_on_signals
 from tasks.tracking import PARENT_TRACKS, Session
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
 from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json
+from trainer.processes import die_with_parent
 
 FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 

@@ -28,13 +28,14 @@ from trainer.learn.anchored import AnchorTerm
 from trainer.learn.learner import Learner
 from trainer.learn.tiered import TieredAdapterEngine
 from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
-from trainer.metrics import METRICS, RunWriter, read_lines
+from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
 from trainer.policy.policy import Policy, build_policy
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
+from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
@@ -162,6 +163,8 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
     train, place = config.train, Run(paths.run, paths.identity)
+    if train.schedule == "async" and (paths.run / RESULT).exists():
+        forget_experience(config, place)
     begin_anew_after_success(place)
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
@@ -176,7 +179,12 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     try:
         crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(policy.model, tokenizer))
         with deferred_stop() as wish:
-            SyncSchedule(train, config.campaign.seed, crew, place, wish, first_look(config, crew, policy)).run()
+            look_first = first_look(config, crew, policy)
+            if train.schedule == "async":
+                places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
+                AsyncSchedule(config, crew, place, wish, places, look_first).run()
+            else:
+                SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
     finally:
         verifier.close()
         sampler.close()

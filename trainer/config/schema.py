@@ -290,7 +290,8 @@ class Heartbeat(Section):
     """A layer whose gradient norm jumps stops the optimizer step before any weight has changed for good."""
 
     factor: Annotated[float, Field(ge=0)] = 5.0
-    """Times its usual norm from which a layer stops the step; 0 stops for values that are not finite only."""
+    """Times its usual norm (or standard deviations above it, where that is more) from which a layer stops the step; never less
+    than optimizer.max_grad_norm. 0 stops for values that are not finite only."""
     warmup_steps: Count = 20
     """Optimizer steps that are only watched."""
 
@@ -388,11 +389,123 @@ class Sampling(Section):
         return self
 
 
+class Vllm(Section):
+    """vLLM servers, spoken to over HTTP. Only read when sampler.kind is `vllm`."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()
+    """Servers that run already, e.g. http://gpu1:8000, and see the run directory under the same path. None: every sampler
+    process starts one on this machine."""
+    model: str = ""
+    """Name under which those servers know the backbone; empty takes the first that they list."""
+    python: str = ".venv-vllm/bin/python"
+    """Python of vLLM's own environment (`make vllm-env`), for a server that is started."""
+    concurrency: Count = 64
+    """Requests at the same time, on each server."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Of the paged KV cache; fp8 holds twice the tokens."""
+    prefix_caching: bool = True
+    """Prompts of a group are prefilled once."""
+    kv_offload_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory into which KV blocks are swapped; 0 keeps them on the device."""
+    tensor_parallel_size: Count = 1
+    eager: bool = True
+    """Without graph capture: a faster start, somewhat slower tokens."""
+    arguments: dict[str, str] = {}
+    """Any other option of the server, e.g. {--gpu-memory-utilization: "0.85"}; an empty value is a flag."""
+    environment: dict[str, str] = {}
+    """Environment variables of a server that is started, e.g. {VLLM_CPU_KVCACHE_SPACE: "1"}."""
+
+
 class Sampler(Section):
-    kind: Literal["embedded"] = "embedded"
-    """`embedded`: in the trainer's process, continuous batching over slots with a static KV cache."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: in the trainer's process, or with `schedule: async` in processes of its own; continuous batching over slots
+    with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
+    vllm: Vllm = Vllm()
     slots: Count = 256
     """Completions decoded at the same time."""
+    processes: Annotated[int, Field(ge=0, le=64)] = 1
+    """Only with `schedule: async`: sampler processes that the stage starts. 0: all of them are started elsewhere, with
+    `python -m trainer.schedule.sampler_process <run>/samplers/<name>.json`."""
+    groups_per_claim: Annotated[int, Field(ge=0)] = 0
+    """Only with `schedule: async`: groups that a sampler takes at once; 0 takes what fills its slots, at most a step's."""
+
+
+class Pool(Section):
+    """The experience pool between samplers and learner. Only read with `schedule: async`."""
+
+    url: str = ""
+    """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
+    samplers on several machines; every run gets a schema of its own."""
+    capacity: Count = 4096
+    """Samples ordered, ready or being learnt from at the same time."""
+    high_watermark: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the capacity from which samplers are held back ..."""
+    low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """... until it has drained to this share."""
+    max_attempts: Count = 5
+    """A group that was handed out so often without an answer is given up, and counted."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_database(cls, value: str) -> str:
+        if value and not re.match(r"(sqlite:///.|postgres(ql)?(\+\w+)?://.)", value):
+            raise ValueError("expected postgresql://user@host/database, sqlite:///<file>, or nothing for the run directory")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Pool:
+        if self.low_watermark > self.high_watermark:
+            refuse("low_watermark", self.low_watermark, f"is above high_watermark ({self.high_watermark}); set at most that")
+        return self
+
+
+class PolicySync(Section):
+    """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
+
+    mode: Literal["adapter", "merge"] = "adapter"
+    """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
+    which the engine reloads. The embedded sampler always loads the weights themselves."""
+    sync_every: Count = 20
+    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
+    max_policy_update_lag: Count = 32
+    """Most optimizer steps between the policy that sampled and the one that learns. Older samples are dropped and counted."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """Newest handed-over policies kept on the disk, beside those in use."""
+    probe_prompts: Count = 8
+    """Fixed completions on which learner and sampler must agree after every load."""
+    probe_tolerance: Positive | None = None
+    """Most mean absolute difference of their log-probs; None: 1e-3, or 5e-2 for a bfloat16 base."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicySync:
+        if self.sync_every > self.max_policy_update_lag:
+            lag = self.max_policy_update_lag
+            refuse("sync_every", self.sync_every, f"samples are too old when a new policy comes; set at most {lag}, the bound")
+        return self
+
+
+class Watchdog(Section):
+    """No wait without an end. Only read with `schedule: async`."""
+
+    deadline_seconds: Positive = 300.0
+    """A process without a sign of life for so long is ended and its work given to others; a wait ends with a named error."""
+    start_seconds: Positive = 300.0
+    """Time for a sampler to load its model."""
+    restarts: Annotated[int, Field(ge=0)] = 5
+    """Times that a sampler that died or fell silent is started anew; then the run stops."""
+
+
+class Alarms(Section):
+    """Thresholds of what is watched every step; passing one is an event. 0 switches one off."""
+
+    kl: Annotated[float, Field(ge=0)] = 0.3
+    """Mean KL per token to the reference."""
+    effective_sample_fraction: Fraction = 0.3
+    """Effective sample size over the number of tokens, below it."""
+    throughput_drop: Fraction = 0.5
+    """Samples per second below this share of the median of the last 20 steps."""
+    lag_fraction: Fraction = 0.9
+    """Mean lag above this share of max_policy_update_lag."""
 
 
 class RLStage(Section):
@@ -420,8 +533,8 @@ class Checkpoints(Section):
 
 class Train(Section):
     method: Literal["lora", "full"]
-    schedule: Literal["sync"] = "sync"
-    """`sync`: sample, then learn, in one process."""
+    schedule: Literal["sync", "async"] = "sync"
+    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it."""
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
@@ -431,6 +544,10 @@ class Train(Section):
     batch: Batch = Batch()
     sampling: Sampling = Sampling()
     sampler: Sampler = Sampler()
+    pool: Pool = Pool()
+    sync: PolicySync = PolicySync()
+    watchdog: Watchdog = Watchdog()
+    alarms: Alarms = Alarms()
     activation_checkpointing: bool = False
     """Recompute activations in backward: about half the memory, a third more time."""
     stages: Annotated[tuple[RLStage, ...], Field(min_length=1)]
@@ -465,7 +582,38 @@ class Train(Section):
             refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
+        if self.schedule == "async":
+            self._check_async()
+        elif self.sampler.kind == "vllm":
+            refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
+        if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
+            refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
         return self
+
+    def _check_async(self) -> None:
+        if self.layer_major:
+            key, value = ("optimizer.kind", "stateless") if self.optimizer.kind == "stateless" else ("memory.weights", "tiered")
+            refuse(key, value, "a sampler beside the learner needs a whole copy of the weights; set schedule: sync")
+        batch, lag = self.batch, self.sync.max_policy_update_lag
+        high = int(self.pool.capacity * self.pool.high_watermark)
+        if high < batch.samples_per_step:
+            refuse(
+                "pool.capacity",
+                self.pool.capacity,
+                f"with high_watermark {self.pool.high_watermark} it holds {high} samples, a step needs {batch.samples_per_step}; "
+                "raise it, or lower batch.prompts_per_step",
+            )
+        if batch.optimizer_steps_per_step > lag:
+            refuse(
+                "sync.max_policy_update_lag",
+                lag,
+                f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled meanwhile can be used; "
+                f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
+            )
+        if self.sampler.processes == 0 and not self.pool.url:
+            refuse(
+                "sampler.processes", 0, "samplers elsewhere need a pool they can reach; set pool.url to a postgresql:// address"
+            )
 
 
 VerifierName = Literal[

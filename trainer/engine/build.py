@@ -83,7 +83,7 @@ def disk_source(memory: Memory, directory: Path, units: Iterator[tuple[str, Tens
 
 def build_stateless(residency: Residency, train: Train, seed: int) -> StatelessEngine:
     """Return the stateless engine over weights in their place."""
-    heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps)
+    heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
     return StatelessEngine(residency, train.optimizer, heartbeat, train.sampling.temperature, seed, boundary_device(train.memory))
 
 

@@ -59,7 +59,7 @@ class Engine(Protocol):
     """Owns the weights that train and whatever the update rule keeps."""
 
     def restart(self) -> None:
-        """Begin an RL stage: forget what the rule keeps; the weights stay."""
+        """Begin an RL stage: forget what the rule and the heartbeat keep; the weights stay."""
         ...
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:

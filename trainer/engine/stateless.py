@@ -170,7 +170,8 @@ class StatelessEngine:
         self.previous_norm = 0.0  # of the last applied step; 0: there was none
 
     def restart(self) -> None:
-        """A rule without state has nothing to forget."""
+        """The rule has nothing to forget, the heartbeat has."""
+        self.heartbeat.restart()
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
         return self.schedule.score(works) if works else []

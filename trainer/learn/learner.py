@@ -44,6 +44,7 @@ from trainer.policy.policy import Policy
 from trainer.types import Group, derive_seed
 
 Event = Callable[..., None]
+_FIRST_RATIO, _FIRST_SQUARE = "off_policy/ratio_mean", "off_policy/ratio_square"
 LOUD_FRACTION, LOUD_AFTER = 0.05, 20  # share of skipped optimizer steps that raises an alarm, once so many were tried
 
 
@@ -135,7 +136,7 @@ class Learner:
                 parts = (self.seed, "minibatches", step, number)
                 for samples_M in split_minibatches(prepared.batch.num_samples, self.train.batch.minibatches, *parts):
                     self._update(prepared, samples_M, tally, step, first=self.tried == tried_before)
-        metrics = tally.means()
+        metrics = _with_effective_samples(tally.means())
         if self.anchors is not None or self.reference is not None:
             metrics["kl/coefficient"] = self.kl.coefficient
             self.kl.update(metrics.get("kl/mean", math.nan))
@@ -272,6 +273,10 @@ class Learner:
             apart_T = (logprobs_T.detach() - batch.rollout_T[token_T]).abs()
             tally.add("mismatch/mean_abs_logprob", apart_T)
             tally.peak("mismatch/max_abs_logprob", apart_T)
+            if prepared.weight_T is None:
+                tally.add(_FIRST_RATIO, ppo.ratio_T)
+                tally.add(_FIRST_SQUARE, ppo.ratio_T**2)
+                tally.add("off_policy/kept_fraction", ~ppo.clipped_T)
         return loss
 
     def _skip(self, outcome: Outcome, step: int) -> None:
@@ -322,3 +327,11 @@ class Learner:
             facts["skipped_in_a_row"],
             facts["kl_coefficient"],
         )
+
+
+def _with_effective_samples(metrics: dict[str, float]) -> dict[str, float]:
+    """Return a direct step's metrics with the effective sample size of its first ratios, as a fraction of their number."""
+    square = metrics.pop(_FIRST_SQUARE, None)
+    if square:
+        metrics["off_policy/effective_sample_fraction"] = min(metrics[_FIRST_RATIO] ** 2 / square, 1.0)  # rounding
+    return metrics

@@ -37,10 +37,11 @@ class PlainEngine:
         self.device = policy.device
         self.scorer = TokenScorer(policy.model, train.sampling.temperature)
         self.optimizer = PolicyOptimizer(policy.trainable, train.optimizer)
-        self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps)
+        self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
 
     def restart(self) -> None:
         self.optimizer.restart()
+        self.heartbeat.restart()
 
     @torch.no_grad()
     def score(self, works: Sequence[Work]) -> list[TokenScores]:

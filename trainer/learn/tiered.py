@@ -33,7 +33,7 @@ class TieredAdapterEngine(PlainEngine):
         self.device = policy.device
         self.schedule = LayerMajor(residency, train.sampling.temperature, boundary_device=boundary_device)
         self.optimizer = PolicyOptimizer(policy.trainable, train.optimizer)
-        self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps)
+        self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
         return self.schedule.score(works) if works else []

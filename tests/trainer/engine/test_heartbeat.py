@@ -26,6 +26,30 @@ def test_a_jump_above_five_times_the_mean_stops() -> None:
     assert heartbeat.check("layers.1", 1e9) is None, "a layer without history"
 
 
+def test_unsteady_norms_are_judged_by_their_deviation() -> None:
+    heartbeat = Heartbeat(5.0, warmup=3)
+    for norm in (0.1, 0.1, 0.1, 0.1, 4.6):
+        heartbeat.take({"layers.0": norm})
+    mean, deviation = 1.0, 1.8
+    assert heartbeat.check("layers.0", mean + 4.9 * deviation) is None
+    assert heartbeat.check("layers.0", mean + 5.1 * deviation) is not None
+
+
+def test_the_first_signal_after_a_quiet_stretch_is_no_fault() -> None:
+    heartbeat = Heartbeat(5.0, warmup=3, floor=1.0)
+    for norm in (0.0, 0.001, 0.001, 0.001, 0.0):
+        heartbeat.take({"layers.0": norm})
+    assert heartbeat.state()["layers.0"][0] == 3, "a norm of 0 says nothing"
+    assert heartbeat.check("layers.0", 0.99) is None
+    assert heartbeat.check("layers.0", 1.01) is not None
+
+
+def test_a_new_stage_begins_without_history() -> None:
+    heartbeat = beating()
+    heartbeat.restart()
+    assert heartbeat.check("layers.0", 1e9) is None
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stops_at_once(value: float) -> None:
     alarm = Heartbeat(0.0, warmup=100).check("head", value)

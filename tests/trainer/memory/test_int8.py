@@ -39,9 +39,7 @@ def test_a_unit_goes_through_bytes_and_back() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_row_16_log_probs_are_near_those_of_the_base(
-    kind: str, on_disk: bool, tmp_path: Path
-) -> None:
+def test_row_16_log_probs_are_near_those_of_the_base(kind: str, on_disk: bool, tmp_path: Path) -> None:
     model, works = make_model(kind), make_works()
     scorer = TokenScorer(make_model(kind), 0.8)
     with torch.no_grad():
