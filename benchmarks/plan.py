@@ -35,7 +35,7 @@ MODELS = {
     "29M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
     "89M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12},
 }
-LENGTHS = {"short": (16, 16), "long": (32, 96)}
+LENGTHS = {"short": (16, 16), "long": (32, 64)}
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def config_of(case: Case, steps: int) -> CampaignConfig:
                 "optimizer": {"learning_rate": 1e-5},
                 "lora": {"rank": 16},
                 "algorithm": {"kl": {"reference": case.reference}},
-                "batch": {"prompts_per_step": 4, "group_size": 4, "micro_batch_tokens": case.micro_batch_tokens},
+                "batch": {"prompts_per_step": 2, "group_size": 4, "micro_batch_tokens": case.micro_batch_tokens},
                 "sampling": {"max_completion_tokens": completion},
-                "sampler": {"slots": 16},
+                "sampler": {"slots": 8},
                 "activation_checkpointing": case.recompute,
                 "stages": [{"steps": steps}],
                 "heldout": {"every_steps": 0},

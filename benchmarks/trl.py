@@ -9,13 +9,14 @@ Weights kept along the way are judged afterwards by one and the same evaluator, 
 What differs, because the programs do: TRL scores the samples once more before it learns (old log-probs), samples with
 `generate`, and judges in its own process by a direct call; tithe takes the sampler's log-probs, samples with its slots, judges in
 killable workers, and writes checkpoints, metrics and a heartbeat inside its clock. TRL's logging, saving and progress bars are
-off, and what saving costs it is taken out of its clock. Memory is the process tree's proportional set size above what it was
-once everything was imported.
+off, and what saving costs it is taken out of its clock. Memory is the proportional set size of the process and its children:
+the peak, and how far that is above what it was once everything was imported and the base had been loaded once.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -51,7 +52,8 @@ class Outcome:
     round: int
     samples_per_second: float
     seconds_to_goal: float | None  # None: the goal was not reached
-    peak_memory_bytes: int
+    peak_memory_bytes: int  # of the process tree
+    growth_bytes: int  # of that, above what it had when all was imported
     total_seconds: float
     curve: list[tuple[int, float, float]]  # step, seconds since the start, pass@1 on held-out prompts
 
@@ -60,7 +62,8 @@ class Outcome:
 
 
 def say_ready(directory: Path) -> None:
-    """Tell the parent that all imports are done: memory is counted from here."""
+    """Tell the parent that all imports are done: growth of memory is counted from here."""
+    gc.collect()
     write_json(directory / READY, {"pid": os.getpid()})
     time.sleep(1.5)
 
@@ -68,12 +71,13 @@ def say_ready(directory: Path) -> None:
 def run_tithe(config: CampaignConfig, workspace: Path, directory: Path) -> None:
     """Train with tithe's own stage and leave its run directory, with all checkpoints, in `directory`."""
     import torch
-    from transformers import AutoModelForCausalLM  # noqa: F401
+    from transformers import AutoModelForCausalLM
 
     from tasks.registry import StagePaths
     from tasks.train import run
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    AutoModelForCausalLM.from_pretrained(workspace / "artifacts" / "base")
     say_ready(directory)
     out = directory / "out"
     out.mkdir()
@@ -94,9 +98,10 @@ def run_trl(config: CampaignConfig, workspace: Path, directory: Path) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     judge = direct_judge(config)
+    base = workspace / "artifacts" / "base"
+    AutoModelForCausalLM.from_pretrained(base)
     say_ready(directory)
     start = time.time()
-    base = workspace / "artifacts" / "base"
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     prompts = read_prompts(workspace / "artifacts" / "prompts", "train")
     for prompt in prompts[:50]:
@@ -202,7 +207,7 @@ def trl_adapter(config: CampaignConfig) -> Any:
     lora = config.train.lora
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=int(lora.alpha),
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules),
         task_type="CAUSAL_LM",
@@ -277,8 +282,8 @@ class Scale:
         return total
 
 
-def start_side(side: str, config_path: Path, workspace: Path, directory: Path, threads: int, limit_seconds: float) -> int:
-    """Run one side to its end in a process of its own and return its peak memory."""
+def start_side(side: str, config_path: Path, workspace: Path, directory: Path, threads: int, limit_seconds: float) -> Scale:
+    """Run one side to its end in a process of its own and return the scale that weighed it."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "benchmarks.trl", "--side", side]
     command += ["--config", str(config_path), "--workspace", str(workspace), "--directory", str(directory)]
@@ -296,7 +301,7 @@ def start_side(side: str, config_path: Path, workspace: Path, directory: Path, t
     if code:
         tail = "\n".join((directory / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         raise TitheError(f"{side} ended with code {code}; the end of {directory / 'log'}:\n{tail}")
-    return scale.peak_bytes - scale.base_bytes
+    return scale
 
 
 def step_times(side: str, directory: Path) -> list[float]:
@@ -354,7 +359,7 @@ class Evaluator:
         for completion in completions:
             prompt = prompts[completion.prompt_id]
             ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
             right += self.judge(text, prompt.answer, prompt.scorer) >= self.config.evaluate.correct_at
         return right / len(completions)
 
@@ -376,7 +381,7 @@ class Evaluator:
         return adapted.eval()
 
 
-def outcome(side: str, index: int, directory: Path, memory: int, evaluator: Evaluator, goal: float) -> Outcome:
+def outcome(side: str, index: int, directory: Path, scale: Scale, evaluator: Evaluator, goal: float) -> Outcome:
     """Read what a run left and judge its weights."""
     times = step_times(side, directory)
     skip = min(WARMUP_STEPS, len(times) - 2)
@@ -384,7 +389,8 @@ def outcome(side: str, index: int, directory: Path, memory: int, evaluator: Eval
     rate = per_step * (len(times) - 1 - skip) / (times[-1] - times[skip])
     curve = [(step, times[step - 1], evaluator.pass_at_1(path)) for step, path in weights_by_step(side, directory)]
     reached = next((seconds for _, seconds, score in curve if score >= goal), None)
-    return Outcome(side, index, rate, reached, memory, times[-1], curve)
+    growth = scale.peak_bytes - scale.base_bytes
+    return Outcome(side, index, rate, reached, scale.peak_bytes, growth, times[-1], curve)
 
 
 def prepare(config: CampaignConfig, root: Path) -> None:
@@ -415,8 +421,8 @@ def compare(config: CampaignConfig, options: argparse.Namespace) -> dict[str, An
             directory = root / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{side}-{index}"
             directory.mkdir(parents=True)
             write_json(directory / "config.json", tree)
-            memory = start_side(side, directory / "config.json", root, directory, options.threads, options.limit_seconds)
-            one = outcome(side, index, directory, memory, evaluator, options.goal)
+            scale = start_side(side, directory / "config.json", root, directory, options.threads, options.limit_seconds)
+            one = outcome(side, index, directory, scale, evaluator, options.goal)
             outcomes.append(one)
             goal = "not reached" if one.seconds_to_goal is None else f"{one.seconds_to_goal:.1f} s"
             last = f", pass@1 at the end {one.curve[-1][2]:.3f}" if one.curve else ""
@@ -450,6 +456,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float | None]]:
             "samples_per_second": statistics.median(one.samples_per_second for one in own),
             "seconds_to_goal": statistics.median(goals) if len(goals) == len(own) else None,
             "peak_memory_bytes": statistics.median(one.peak_memory_bytes for one in own),
+            "growth_bytes": statistics.median(one.growth_bytes for one in own),
             "total_seconds": statistics.median(one.total_seconds for one in own),
         }
     return table
@@ -470,7 +477,8 @@ def show(result: dict[str, Any]) -> None:
         ("samples per second", "samples_per_second", "{:,.0f}", 1.0, False, "2x"),
         (f"seconds to pass@1 {result['goal']:g}", "seconds_to_goal", "{:.1f}", 1.0, True, "3x faster"),
         ("seconds in all", "total_seconds", "{:.1f}", 1.0, True, ""),
-        ("peak memory above imports, MB", "peak_memory_bytes", "{:,.0f}", 1e6, False, "at most 1x"),
+        ("peak memory, MB", "peak_memory_bytes", "{:,.0f}", 1e6, False, "at most 1x"),
+        ("of that above imports, MB", "growth_bytes", "{:,.0f}", 1e6, False, ""),
     )
     for label, key, form, unit, faster, aim in rows:
         own, other = (sides.get(side, {}).get(key) for side in SIDES)
@@ -515,6 +523,7 @@ def main() -> int:
         same = [
             "train.algorithm.kl.reference=none",
             "train.heldout.every_steps=0",
+            "preflight.num_prompts=0",
             f"train.checkpoints.every_steps={options.every}",
             "train.checkpoints.keep=100000",
         ]

@@ -34,7 +34,7 @@ from prefect.context import TaskRunContext, get_run_context
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, PrefectException
 from prefect.logging.handlers import APILogWorker
-from prefect.states import Cancelled, Completed
+from prefect.states import Cancelled, Completed, Failed
 from prefect.tasks import Task
 
 from flows.session import Beat, Session, StageFailed, StageResult, retry_delay, signals_ask
@@ -173,12 +173,13 @@ def campaign_flow(session: Session, on_beat: OnBeat, on_result: OnResult) -> Flo
     def campaign(workspace: str, run: str) -> Any:
         """One campaign: prompts to report."""
         with signals_ask(session.stop):
-            for stage in session.workspace.stages:
+            for stage in session.stages:
                 state = stage_task(session, stage, on_beat, on_result)(return_state=True)
                 if state.is_cancelled():
                     return Cancelled(message=session.stop.reason)
                 if not state.is_completed():
-                    return state
+                    error: Any = state.result(raise_on_failure=False)
+                    return Failed(message=str(error), data=error)
             with suppress(*AWAY):
                 show_results(session)
         return Completed(message=f"{len(session.results)} stages")

@@ -8,7 +8,7 @@
                     writer starts
 
 The child dies with the flow, even when that is killed with SIGKILL: a new interpreter gets SIGTERM from the kernel
-(tasks.stage.die_with_parent), a forked process watches the pipe that the flow held.
+(trainer.processes.die_with_parent), a forked process watches the pipe that the flow held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -126,15 +127,29 @@ class Launcher:
         if self._server is not None:
             from multiprocessing.forkserver import ensure_running
 
-            ensure_running()
+            with _nameless_program():
+                ensure_running()
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         if self._server is None:
             return PlainChild(arguments, log, environment)
         process = self._server.Process(target=_enter, args=(list(arguments), str(log), dict(environment)), name=arguments[0])
-        process.start()
+        with _nameless_program():
+            process.start()
         return ForkedChild(process)
+
+
+@contextmanager
+def _nameless_program() -> Iterator[None]:
+    """Hide this program from multiprocessing, which would have every child import it; a stage needs nothing of it."""
+    program = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: program.__dict__.pop(name) for name in ("__file__", "__spec__") if name in program.__dict__}
+    program.__dict__["__spec__"] = None
+    try:
+        yield
+    finally:
+        program.__dict__.update(hidden)
 
 
 def signal_group(pid: int, number: int) -> bool:

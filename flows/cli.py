@@ -4,10 +4,13 @@ plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
+replay            an async run again, from its pool
+preflight         can this reward teach this base?
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -18,9 +21,9 @@ import typer
 from flows.leave import Leave
 from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
-from tasks.registry import STAGES, Stage
+from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import StopRequested, TitheError
+from trainer.errors import ModelError, StopRequested, TitheError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +49,10 @@ Override = Annotated[
 RunDirectory = Annotated[Path | None, typer.Option("--run-dir", help="Run directory; default: runs/<campaign>-<hash>.")]
 Root = Annotated[Path | None, typer.Option("--workspace", help="Workspace; default: the repository, or campaigns/<name>.")]
 NoTracking = Annotated[bool, typer.Option("--no-tracking", help="Do not mirror metrics to MLflow.")]
+Fork = Annotated[
+    bool | None,
+    typer.Option("--fork/--no-fork", help="Fork stages from a process that holds torch, or start each anew."),
+]
 StageList = Annotated[str | None, typer.Option("--stages", hidden=True, help="Another list of stages, as module:NAME.")]
 
 
@@ -56,11 +63,7 @@ def find(
     config = resolve_config(recipe, overrides or ())
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
-    if stages is None:
-        return resolve_workspace(config, run_directory, root)
-    from tasks.command import load_stages
-
-    return resolve_workspace(config, run_directory, root, load_stages(stages))
+    return resolve_workspace(config, run_directory, root, stages or "")
 
 
 @app.command()
@@ -73,6 +76,7 @@ def run(
     force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
     no_tracking: NoTracking = False,
+    fork: Fork = None,
     stages: StageList = None,
 ) -> None:
     """Run a campaign: every stage that is not current, in order. Run again after anything: it goes on where it stopped.
@@ -88,7 +92,7 @@ def run(
     from flows.start import run_campaign
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, stages)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork)
 
 
 @app.command()
@@ -100,6 +104,7 @@ def resume(
     root: Root = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
     no_tracking: NoTracking = False,
+    fork: Fork = None,
     stages: StageList = None,
 ) -> None:
     """Go on with a campaign that was begun, and say from where. The same as `run`, but refuses to begin a new one.
@@ -113,7 +118,7 @@ def resume(
     if not (workspace.run / "config.json").exists():
         known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
         raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
-    run_campaign(workspace, [], plain, not no_tracking, context.obj, stages)
+    run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
 
 
 @app.command()
@@ -125,6 +130,36 @@ def status(recipe: Recipe = None, overrides: Override = None, root: Root = None,
     from flows.start import show_status
 
     show_status(find(recipe, overrides, None, root, stages))
+
+
+@app.command()
+def preflight(
+    recipe: Recipe = None,
+    overrides: Override = None,
+    run_directory: RunDirectory = None,
+    root: Root = None,
+    no_tracking: NoTracking = False,
+) -> None:
+    """Score a sample of the base's completions and say whether the reward can teach; prepares prompts and base first.
+
+    Exit code 0 for good and caution, 2 for stop.
+
+    Example: tithe preflight recipes/smollm2.yaml -S preflight.num_prompts=16
+    """
+    workspace = find(recipe, overrides, run_directory, root, None)
+    from tasks.artifacts import prepare_workspace
+    from tasks.command import limit_threads, run_stages
+    from tasks.preflight import run_preflight
+    from tasks.stage import stop_on_signals
+
+    limit_threads(workspace.config)
+    os.chdir(REPOSITORY)
+    stop_on_signals()
+    prepare_workspace(workspace)
+    run_stages(workspace, (get_stage("prepare"), get_stage("base")), False, not no_tracking)
+    report = run_preflight(workspace)
+    print("\n".join(report.lines()))
+    raise typer.Exit(2 if report.verdict == "stop" else 0)
 
 
 @app.command()
@@ -156,6 +191,31 @@ def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -
 
     workspace = find(recipe, overrides, None, root, None)
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run directory of an async run: runs/<campaign>-<hash>.", metavar="RUN")],
+) -> None:
+    """Train an async run again from its experience pool, and say whether the policy is the same to the last bit.
+
+    Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
+    """
+    from rich.progress import Progress
+
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("loading", total=None)
+        from tasks.replay import replay_run
+
+        facts = replay_run(run, lambda step, total: bar.update(task, description="replaying", completed=step, total=total))
+    steps, version, compared = facts["num_steps"], facts["policy_version"], facts["versions_compared"]
+    print(f"replayed {steps} steps to policy version {version}; {compared} recorded versions compared")
+    if not facts["identical"]:
+        raise ModelError(
+            f"{run}: the replayed policy differs from the recorded one (versions {facts['versions_differing']}); "
+            "replay it on the machine that trained it, with the same versions of torch and this code"
+        )
+    print("the policy is bit for bit the recorded one")
 
 
 @app.command("dvc-yaml", hidden=True)
@@ -193,7 +253,7 @@ def _add_stage(stage: Stage) -> None:
 
 
 app.command("plan")(plan_command)
-for _stage in STAGES:
+for _stage in (*STAGES, *OPTIONAL_STAGES):
     _add_stage(_stage)
 
 
@@ -213,6 +273,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
+    gc.freeze()  # half a second less: what Prefect built up need not be taken apart object by object
     sys.exit(code)
 
 

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from tasks.stage import die_with_parent
+from trainer.processes import die_with_parent
 
 if __name__ == "__main__":
     parent = int(sys.argv[1])

@@ -27,7 +27,7 @@ from tasks.workspace import state_directory
 from trainer.errors import TitheError
 from trainer.files import read_json
 
-READY_SECONDS = 90.0  # a first start makes the database: 8 to 25 s
+READY_SECONDS = 300.0  # 5 s; a first start makes the database, 8 to 25 s; far more on a machine that is busy
 _STOP_SECONDS = 10.0
 
 
@@ -128,14 +128,14 @@ class Server:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def wait_ready(self, timeout_seconds: float = READY_SECONDS) -> None:
-        """Wait until it answers.
+    def wait_ready(self, timeout_seconds: float = READY_SECONDS, stop: object = None) -> None:
+        """Wait until it answers, or until `stop` has become true.
 
         Raises:
             ServerError: it ended, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_seconds
-        while not answers(self.health):
+        while not stop and not answers(self.health):
             if self.ended:
                 raise ServerError(f"{self.name} ended with exit code {self._process.returncode} while starting; see {self.log}")
             if time.monotonic() > deadline:

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from flows.child import Launcher, Lease, Limits, watch
+from flows.child import Child, Launcher, Lease, Limits, end, watch
 from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
-from tasks.registry import STAGES, Stage
+from tasks.registry import Stage, optional_stages
 from tasks.tracking import LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
@@ -96,6 +96,18 @@ def signals_ask(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A stage's running process."""
+
+    stage: Stage
+    child: Child
+    lease: Lease
+    log: Path
+    begun: int  # bytes of the log before it
+    started: float
+
+
 @dataclass
 class Session:
     workspace: Workspace
@@ -103,12 +115,12 @@ class Session:
     say: Callable[[str], None]
     tracking: bool = True
     force: frozenset[str] = frozenset()
-    stages_option: tuple[str, ...] = ()  # tells a child another list of stages, for tests
     stop: Stop = field(default_factory=Stop)
     results: dict[str, StageResult] = field(default_factory=dict)
     _attempts: dict[str, int] = field(default_factory=dict)
     _shipper: Shipper | None = None
     _begun: bool = False
+    _ahead: Job | None = None
 
     @property
     def limits(self) -> Limits:
@@ -118,6 +130,11 @@ class Session:
     @property
     def retries(self) -> int:
         return self.workspace.config.limits.retries
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The campaign's stages in order, the optional ones that its configuration asks for first."""
+        return (*optional_stages(self.workspace.config), *self.workspace.stages)
 
     def begin(self) -> None:
         """Write that the campaign runs, and begin to ship. A finished one that has nothing left to do stays as it is."""
@@ -141,13 +158,34 @@ class Session:
             raise self.stop.error()
         number = self._attempts[stage.name] = self._attempts.get(stage.name, 0) + 1
         started = time.monotonic()
-        if stage.name not in self.force:
+        ahead = self._take_ahead(stage)
+        if ahead is None and stage.name not in self.force:
             if self.workspace.is_current(stage):
                 return self._done(stage, "cached", started, number)
             if restore(self.workspace, stage):
                 return self._done(stage, "restored", started, number)
-        self._run(stage, number, on_beat)
-        return self._done(stage, "made", started, number)
+        job = ahead or self._start(stage, number)
+        self._see_through(job, on_beat)
+        return self._done(stage, "made", job.started, number)
+
+    def start_ahead(self) -> None:
+        """Start the first stage that has something to do; its `attempt` takes it over. For while Prefect still starts."""
+        for stage in self.stages:
+            if self.stop:
+                return
+            started = time.monotonic()
+            if stage.name in self.force or not self.workspace.is_current(stage):
+                if stage.name not in self.force and restore(self.workspace, stage):
+                    self._done(stage, "restored", started, 1)
+                    continue
+                self._ahead = self._start(stage, 1)
+                return
+
+    def _take_ahead(self, stage: Stage) -> Job | None:
+        if self._ahead is None or self._ahead.stage is not stage:
+            return None
+        job, self._ahead = self._ahead, None
+        return job
 
     def _done(self, stage: Stage, how: How, started: float, attempts: int) -> StageResult:
         result = StageResult(stage.name, how, time.monotonic() - started, attempts)
@@ -161,31 +199,41 @@ class Session:
         self.say(f"{error}\n{error.stage}: trying again ({number} of {self.retries})")
         return True
 
-    def _run(self, stage: Stage, number: int, on_beat: Callable[[Beat], None]) -> None:
-        """Run a stage's process once."""
+    def _start(self, stage: Stage, number: int) -> Job:
+        """Start a stage's process, after ending one that an earlier run left behind."""
         self.begin()
-        run = self.workspace.run / stage.name
-        log = run / LOG
+        log = self.workspace.run / stage.name / LOG
         lease = Lease(self.workspace.root / ".tithe" / f"{stage.name}.lease")
         if lease.end_survivor(self.limits.grace_seconds):
             self.say(f"{stage.name}: ended a process that an earlier run had left behind")
         begun = log.stat().st_size if log.exists() else 0
         child = self.launcher.start(self._arguments(stage, number), log, {PARENT_TRACKS: "1"})
         lease.take(child)
-        ending, code = watch(child, run, self.limits, lambda: bool(self.stop), on_beat)
-        lease.drop()
+        return Job(stage, child, lease, log, begun, time.monotonic())
+
+    def _see_through(self, job: Job, on_beat: Callable[[Beat], None]) -> None:
+        """Wait until a stage's process has ended well.
+
+        Raises:
+            StageFailed, StopRequested.
+        """
+        name = job.stage.name
+        ending, code = watch(job.child, self.workspace.run / name, self.limits, lambda: bool(self.stop), on_beat)
+        job.lease.drop()
         if ending == "exited" and code == 0:
             return
         if ending == "stopped":
             raise self.stop.error()
         if ending == "exited" and code == StopRequested.exit_code:
-            self.stop.ask(f"{stage.name} was asked to stop")
+            self.stop.ask(f"{name} was asked to stop")
             raise self.stop.error()
-        raise failure(stage.name, ending, code, log, begun, self.limits)
+        raise failure(name, ending, code, job.log, job.begun, self.limits)
 
     def _arguments(self, stage: Stage, number: int) -> list[str]:
         place = ["--workspace", str(self.workspace.root), "--config", str(self.workspace.run / "config.json")]
-        arguments = [stage.name, *place, "--run-dir", str(self.workspace.run), *self.stages_option]
+        arguments = [stage.name, *place, "--run-dir", str(self.workspace.run)]
+        if self.workspace.stages_name:
+            arguments += ["--stages", self.workspace.stages_name]
         return [*arguments, "--force"] if stage.name in self.force and number == 1 else arguments
 
     def commit(self) -> None:
@@ -207,6 +255,9 @@ class Session:
 
     def close(self, status: Status, error: str | None = None) -> None:
         """Commit what is finished, write how the campaign ended, and let MLflow catch up."""
+        if self._ahead is not None:
+            end(self._ahead.child, self.limits.grace_seconds)
+            self._ahead.lease.drop()
         self.commit()
         if self._begun:
             add_tags(self.workspace.run, {f"stage.{result.stage}": result.how for result in self.results.values()})
@@ -255,7 +306,6 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
-    stages_option: str | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -264,7 +314,6 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
-        stages_option: `module:NAME` of another list of stages than the registry's; the workspace must hold the same.
 
     Raises:
         BusyError: another campaign runs in the workspace.
@@ -276,9 +325,7 @@ def open_session(
         workspace.claim_run()
         prepare_workspace(workspace)
         launcher = Launcher(workspace.config, fork)
-        option = ("--stages", stages_option) if stages_option else ()
-        assert stages_option or workspace.stages == STAGES
-        session = Session(workspace, launcher, say, tracking, frozenset(force), option)
+        session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
         elif any(is_behind(path.parent) for path in (workspace.root / "runs").glob(f"*/{RECORD}")):
@@ -312,7 +359,7 @@ def run_plainly(session: Session, on_beat: Callable[[Stage, Beat], None], on_res
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.workspace.stages:
+    for stage in session.stages:
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

@@ -15,6 +15,7 @@ from flows.server import PrivateServer, ServerError, find_server, private_server
 from flows.session import Session, open_session, run_plainly
 from flows.summary import comparison, mlflow_link, report_page
 from tasks.locks import Owner
+from tasks.record import truth
 from tasks.registry import get_stage
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.errors import StopRequested
@@ -25,7 +26,7 @@ DRAIN_SECONDS = 10.0
 
 
 def run_campaign(
-    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, stages_option: str | None = None
+    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, fork: bool | None = None
 ) -> None:
     """Run a campaign and show what came out.
 
@@ -37,7 +38,7 @@ def run_campaign(
     with Console() as console:
         console.say(f"campaign {workspace.run_id} in {workspace.root}")
         tell_from_where(workspace, console)
-        with open_session(workspace, console.say, force, tracking, stages_option=stages_option) as session:
+        with open_session(workspace, console.say, force, tracking, fork) as session:
             try:
                 if plain or not orchestrated(session, console, leave):
                     run_plainly(session, console.beat, console.result)
@@ -53,8 +54,11 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
         with api() as server:
             from flows.campaign import PrefectAway, drain, run_in_prefect
 
+            session.start_ahead()
             if server is not None:
-                server.wait_ready()
+                server.wait_ready(stop=session.stop)
+            if session.stop:
+                raise session.stop.error()
             try:
                 run_in_prefect(session, console.beat, console.result)
             except PrefectAway as error:
@@ -91,12 +95,15 @@ def api() -> Iterator[PrivateServer | None]:
 def tell_from_where(workspace: Workspace, console: Console) -> None:
     """Say what an earlier run left to go on from."""
     checkpoints = sorted(workspace.run.glob("*/checkpoints/step_*"))
+    record = truth(workspace.run) if workspace.run.is_dir() else None
+    if record is None or record.status == "FINISHED":
+        return
     current = [stage.name for stage in workspace.stages if workspace.is_current(stage)]
-    if checkpoints and not all(stage.name in current for stage in workspace.stages):
-        newest = checkpoints[-1]
-        stage = newest.parent.parent.name
-        if stage not in current:
-            console.say(f"resuming: {', '.join(current) or 'nothing'} current; {stage} has a checkpoint at {newest.name}")
+    text = f"resuming attempt {record.attempt}, which ended {record.status}: {', '.join(current) or 'nothing'} current"
+    newest = checkpoints[-1] if checkpoints else None
+    if newest is not None and newest.parent.parent.name not in current:
+        text += f"; {newest.parent.parent.name} goes on from {newest.name}"
+    console.say(text)
 
 
 def show_end(workspace: Workspace, console: Console) -> None:

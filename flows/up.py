@@ -12,7 +12,7 @@ import sys
 import time
 from types import FrameType
 
-from flows.server import READY_SECONDS, Server, ServerError, addresses_file, private_server, settings
+from flows.server import Server, ServerError, addresses_file, private_server, settings
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root
 from tasks.workspace import REPOSITORY, state_directory
@@ -66,7 +66,7 @@ def serve(prefect_port: int, mlflow_port: int) -> None:
             servers += [prefect_server(prefect_port), mlflow_server(mlflow_port)]
             print("starting Prefect and MLflow ...", flush=True)
             for server in servers:
-                server.wait_ready(2 * READY_SECONDS)
+                server.wait_ready()
             urls = {"prefect": f"http://{HOST}:{prefect_port}", "mlflow": f"http://{HOST}:{mlflow_port}"}
             write_json(addresses_file(), {**urls, "owner": Owner.me().to_json()})
             print(f"Prefect  {urls['prefect']}\nMLflow   {urls['mlflow']}\nCtrl-C stops both; their history stays.", flush=True)

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.command import load_stages
 from tasks.record import config_hash
-from tasks.registry import STAGES, Stage
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import CampaignConfig, load_config, read_yaml
 
@@ -40,7 +40,7 @@ def resolve_workspace(
     config: CampaignConfig,
     run_directory: Path | None = None,
     root: Path | None = None,
-    stages: tuple[Stage, ...] = STAGES,
+    stages_name: str = "",
     params: Path = PARAMS,
 ) -> Workspace:
     """Return the workspace of a configuration.
@@ -48,8 +48,9 @@ def resolve_workspace(
     Args:
         run_directory: an explicit run directory, or None.
         root: an explicit folder, or None for the rule above.
+        stages_name: another list of stages than the registry's, as `module:NAME`.
     """
     if root is None:
         is_default = config_hash(config) == config_hash(load_config(params))
         root = REPOSITORY if is_default else REPOSITORY / "campaigns" / config.campaign.name
-    return Workspace(root.resolve(), config, run_directory and run_directory.resolve(), stages)
+    return Workspace(root.resolve(), config, run_directory and run_directory.resolve(), load_stages(stages_name), stages_name)

@@ -50,9 +50,11 @@ def dump_yaml(tree: Any) -> str:
     return text.getvalue()
 
 
-def command(stage: Stage, root: Path) -> str:
+def command(stage: Stage, root: Path, stages_name: str = "") -> str:
     """Return the shell command of a stage; it runs in the repository's root and prefers the environment that lies there."""
     run = f'PATH="$PWD/.venv/bin:$PATH" python -m tasks {stage.name}'
+    if stages_name:
+        run += f" --stages {stages_name}"
     if root == REPOSITORY:
         return run
     return f"cd {os.path.relpath(REPOSITORY, root)} && {run} --workspace {os.path.relpath(root, REPOSITORY)}"
@@ -81,7 +83,7 @@ def pipeline(workspace: Workspace) -> dict[str, Any]:
             [] if stage.external is None else [os.path.relpath(p, workspace.root) for p in stage.external(workspace.config)]
         )
         stages[stage.name] = {
-            "cmd": command(stage, workspace.root),
+            "cmd": command(stage, workspace.root, workspace.stages_name),
             "deps": [f"artifacts/{name}" for name in stage.inputs] + code_dependencies(stage, workspace.root) + external,
             "params": list(stage.params),
             "outs": [f"artifacts/{stage.artifact}"],
@@ -129,15 +131,15 @@ def cache_directory() -> Path:
 
 
 def committable(workspace: Workspace) -> list[Stage]:
-    """Return the stages whose artifact is what params.yaml, the inputs and the code of this moment make."""
+    """Return the stages whose artifact is what params.yaml, whole inputs and the code of this moment make."""
     tree = read_yaml(workspace.root / "params.yaml")
     try:
         here = workspace.with_tree(tree)
     except TitheError:  # params.yaml was edited and is wrong now: nothing can be said of it
         return []
-    return [
-        s for s in workspace.stages if params_of(s, here.config) == params_of(s, workspace.config) and workspace.is_current(s)
-    ]
+    same = [s for s in workspace.stages if params_of(s, here.config) == params_of(s, workspace.config)]
+    whole = {s.artifact for s in workspace.stages if damage(workspace.artifact(s.artifact)) is None}
+    return [stage for stage in same if whole.issuperset(stage.inputs) and workspace.is_current(stage)]
 
 
 def dvc(root: Path, *words: str) -> str:
@@ -212,7 +214,7 @@ def restore(workspace: Workspace, stage: Stage) -> bool:
     Only artifacts before training are taken: what comes after belongs with the run directory that it was made in.
     """
     artifacts = [s.artifact for s in workspace.stages]
-    if "policy" in artifacts[: artifacts.index(stage.artifact) + 1]:
+    if stage.artifact not in artifacts or "policy" in artifacts[: artifacts.index(stage.artifact) + 1]:
         return False
     if any(read_manifest(workspace.artifact(name)) is None for name in stage.inputs):
         return False

@@ -13,26 +13,27 @@ from importlib import import_module
 from pathlib import Path
 
 from tasks.record import Status
-from tasks.registry import STAGES, Stage, get_stage
-from tasks.stage import die_with_parent, run_stage, stop_on_signals
+from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage, optional_stages
+from tasks.stage import run_stage, stop_on_signals
 from tasks.tracking import PARENT_TRACKS, Session
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
 from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json
+from trainer.processes import die_with_parent
 
 FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of a campaign, or all of them in order.")
-    parser.add_argument("stage", help=", ".join(stage.name for stage in STAGES) + ", or all")
+    parser.add_argument("stage", help=", ".join(stage.name for stage in (*STAGES, *OPTIONAL_STAGES)) + ", or all")
     parser.add_argument("--workspace", type=Path, default=Path("."), help="folder with params.yaml (default: here)")
     parser.add_argument("--config", type=Path, help="params.yaml or a resolved config.json (default: params.yaml there)")
     parser.add_argument("--run-dir", type=Path, help="run directory (default: runs/<campaign>-<hash> in the workspace)")
     parser.add_argument("--force", action="store_true", help="run even when the artifact is current")
     parser.add_argument("--no-tracking", action="store_true", help="do not mirror metrics to MLflow")
-    parser.add_argument("--stages", type=load_stages, default=STAGES, help="the list of stages, as module:NAME", metavar="LIST")
+    parser.add_argument("--stages", default="", help="another list of stages than the registry's, as module:NAME")
     return parser.parse_args(arguments)
 
 
@@ -47,7 +48,9 @@ def limit_threads(config: CampaignConfig) -> None:
 
 
 def load_stages(name: str) -> tuple[Stage, ...]:
-    """Return the list of stages that `module:NAME` names."""
+    """Return the list of stages that `module:NAME` names; an empty name is the registry's."""
+    if not name:
+        return STAGES
     module, _, attribute = name.partition(":")
     stages: tuple[Stage, ...] = getattr(import_module(module), attribute)
     return stages
@@ -83,8 +86,9 @@ def main(arguments: list[str]) -> int:
         if FLOW_PID in os.environ:
             die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))
         run_directory = options.run_dir and options.run_dir.resolve()
-        workspace = Workspace(options.workspace.resolve(), config, run_directory, options.stages)
-        stages = options.stages if options.stage == "all" else (get_stage(options.stage, options.stages),)
+        workspace = Workspace(options.workspace.resolve(), config, run_directory, load_stages(options.stages), options.stages)
+        every = (*optional_stages(config), *workspace.stages)
+        stages = every if options.stage == "all" else (get_stage(options.stage, workspace.stages),)
         run_stages(workspace, stages, options.force, not options.no_tracking)
     except TitheError as error:
         for line in str(error).splitlines():

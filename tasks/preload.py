@@ -9,11 +9,15 @@ import importlib
 import signal
 
 MODULES = (
+    "pydantic",
+    "ruamel.yaml",
+    "numpy",
     "torch",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "safetensors.torch",
+    "peft",
 )
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow, which stops its stages in order

@@ -246,7 +246,10 @@ def _check_fields(source: PromptSource, key: str, row: Row) -> None:
     for name in [top_field(name) for _, name, _, _ in Formatter().parse(source.prompt_template) if name]:
         if name not in row.fields:
             raise ConfigError(f"{key}.prompt_template", source.prompt_template, f"{name!r}: {has}")
-    if not row.scorer and look_up(row.fields, source.answer_field) is _NO_TEXT:
+    for name, field in source.scorer_fields.items():
+        if look_up(row.fields, field) is _NO_TEXT:
+            raise ConfigError(f"{key}.scorer_fields.{name}", field, has)
+    if not row.scorer and not source.scorer_fields and look_up(row.fields, source.answer_field) is _NO_TEXT:
         raise ConfigError(f"{key}.answer_field", source.answer_field, has)
 
 

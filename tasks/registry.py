@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.sources import prompt_files
+from tasks.sources import pair_files, prompt_files, reward_files
 from trainer.config import CampaignConfig
 from trainer.errors import ConfigError, nearest
 
@@ -89,6 +89,7 @@ STAGES: tuple[Stage, ...] = (
         ("tasks/train.py", "trainer"),
         plots=(("curve.csv", ("reward_mean", "heldout_accuracy", "kl_mean")),),
         upload="stage",
+        external=reward_files,
     ),
     Stage(
         "merge",
@@ -115,6 +116,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         metrics=("evaluation.json",),
         upload="stage",
+        external=reward_files,
     ),
     Stage(
         "report",
@@ -126,13 +128,33 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 
+# Stages outside the one DAG, run by name where the configuration has their section. What they write is read as a file of the
+# user's own (`external`), so a campaign without them is not another campaign.
+OPTIONAL_STAGES: tuple[Stage, ...] = (
+    Stage(
+        "reward_model",
+        "reward_model",
+        (),
+        ("reward_training", "campaign.seed"),
+        ("tasks/reward_model.py", "trainer/reward/preference.py", "trainer/reward/reward_model.py"),
+        metrics=("accuracy.json",),
+        external=pair_files,
+    ),
+)
+
 BY_NAME = {stage.name: stage for stage in STAGES}
 BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
 
 
+def optional_stages(config: CampaignConfig) -> tuple[Stage, ...]:
+    """Return the optional stages that a configuration asks for; they come before all others, which may read what they write."""
+    asked = {"reward_model": config.reward_training is not None}
+    return tuple(stage for stage in OPTIONAL_STAGES if asked[stage.name])
+
+
 def get_stage(name: str, stages: Sequence[Stage] = STAGES) -> Stage:
     """Return a stage by name; an unknown name is a ConfigError with the nearest valid one."""
-    by_name = {stage.name: stage for stage in stages}
+    by_name = {stage.name: stage for stage in (*stages, *OPTIONAL_STAGES)}
     if name not in by_name:
         raise ConfigError("stage", name, "no such stage; " + nearest(name, by_name))
     return by_name[name]

@@ -178,7 +178,9 @@ def _place(metric: str) -> tuple[int, int, str]:
 
 def _verdicts(statuses: Mapping[str, int]) -> str:
     total = sum(statuses.values()) or 1
-    return ", ".join(f"{name} {count / total:.1%}" for name, count in sorted(statuses.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{name} {count / total:.1%}" for name, count in sorted(statuses.items(), key=lambda item: -item[1]) if count
+    )
 
 
 def as_interval(value: Any) -> tuple[float, float, float] | None:
@@ -304,8 +306,9 @@ def _append(series: dict[str, list[tuple[float, float]]], name: str, step: Any, 
 
 
 def _event(event: Mapping[str, Any], start: float) -> dict[str, str]:
-    rest = {k: v for k, v in event.items() if k not in ("time", "kind", "step", "reason")}
-    facts = ", ".join(f"{key}: {value}" for key, value in rest.items())
+    said = ("time", "kind", "step", "reason")
+    scalars = {key: value for key, value in event.items() if key not in said and isinstance(value, str | int | float)}
+    facts = ", ".join(f"{key}: {number(value) if isinstance(value, float) else value}" for key, value in scalars.items())
     return {
         "after": _duration(float(event.get("time", start)) - start),
         "step": "" if event.get("step") is None else str(event["step"]),

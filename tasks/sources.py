@@ -20,6 +20,7 @@ from typing import Any
 from trainer.config import CampaignConfig
 from trainer.config.schema import PromptSource
 from trainer.errors import ConfigError, DataError, nearest
+from trainer.files import MANIFEST
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _HF_OPTIONS = ("config", "split", "revision")
@@ -76,6 +77,29 @@ def local_files(source: PromptSource) -> list[Path]:
 def prompt_files(config: CampaignConfig) -> list[Path]:
     """Return the files on this machine that all sources of a campaign read."""
     return [path for source in config.prepare.sources for path in local_files(source)]
+
+
+def reward_files(config: CampaignConfig) -> list[Path]:
+    """Return the files on this machine that decide verdicts: a reward model's, and the module of a function of the user's."""
+    files: list[Path] = []
+    for judge in config.reward.judges:
+        if judge.verifier == "reward_model" and (directory := find(judge.reward_model.model)) is not None:
+            files += sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST)
+        if judge.verifier == "python" and judge.function is not None:
+            module = find(judge.function.partition(":")[0].replace(".", "/") + ".py")
+            files += [module] if module is not None else []
+    return files
+
+
+def pair_files(config: CampaignConfig) -> list[Path]:
+    """Return the file of preference pairs, and the files of a local base of the reward model."""
+    options = config.reward_training
+    if options is None:
+        return []
+    places = [find(options.pairs), find(options.base) if options.base != "scratch" else None]
+    return [
+        file for place in places if place for file in ([place] if place.is_file() else sorted(place.rglob("*"))) if file.is_file()
+    ]
 
 
 def _find_file(source: PromptSource, key: str) -> Path:

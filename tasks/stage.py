@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +20,6 @@ from tasks.workspace import REPOSITORY, Workspace, params_of
 from trainer.errors import DataError, StopRequested
 from trainer.files import damage, new_directory, read_json, read_manifest, write_manifest
 from trainer.metrics import RunWriter
-
-_PR_SET_PDEATHSIG = 1
 
 
 def stage_lock(workspace: Workspace, stage: Stage) -> AbstractContextManager[None]:
@@ -85,7 +82,8 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
     """Write in the stage's run directory that it runs, and how it ended."""
     run = workspace.run / stage.name
     params = flatten(params_of(stage, workspace.config))
-    tags = {"campaign": workspace.run_id, "stage": stage.name, "key": workspace.key(stage), **git_tags(REPOSITORY)}
+    names = {"campaign": workspace.config.campaign.name, "run": workspace.run_id, "stage": stage.name}
+    tags = {**names, "key": workspace.key(stage), **git_tags(REPOSITORY)}
     begin(run, "stage", stage.name, workspace.config, workspace.key(stage), params, tags)
     try:
         yield
@@ -103,19 +101,3 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
         final.update(numbers(read_json(artifact / name)))
     facts = {"path": str(artifact), "content_sha256": manifest["content_sha256"], "upload": stage.upload}
     finish(run, "FINISHED", final=final, artifact=facts)
-
-
-def die_with_parent(is_alive: Callable[[], bool]) -> None:
-    """Ask the kernel for SIGTERM when the process that started this one ends, however it ends (Linux).
-
-    Args:
-        is_alive: whether that process is still there; asked afterwards, because it may have ended before.
-
-    Raises:
-        StopRequested: it has ended already.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if not is_alive():
-        raise StopRequested("the process that started this stage is gone")

@@ -172,7 +172,8 @@ class Mirror:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the default blocks for four minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
         import mlflow  # noqa: F401
         from mlflow.entities import Metric, Param, RunTag
@@ -378,7 +379,8 @@ def begin_campaign(workspace: Workspace) -> Record:
     """Write in the run directory that a campaign runs."""
     workspace.claim_run()
     config = workspace.config
-    tags = {"campaign": config.campaign.name, "workspace": str(workspace.root), **git_tags(REPOSITORY)}
+    names = {"campaign": config.campaign.name, "run": workspace.run_id, "workspace": str(workspace.root)}
+    tags = {**names, **git_tags(REPOSITORY)}
     return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
 
 

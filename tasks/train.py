@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,26 @@ from tasks.command import main
 from tasks.registry import StagePaths
 from trainer.anchors.store import Origin, open_anchors
 from trainer.config import CampaignConfig
+from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights
+from trainer.engine.port import Engine
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
 from trainer.learn.anchored import AnchorTerm
 from trainer.learn.learner import Learner
-from trainer.metrics import METRICS, RunWriter, read_lines
+from trainer.learn.tiered import TieredAdapterEngine
+from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
+from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
 from trainer.policy.policy import Policy, build_policy
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
-from trainer.reward import build_verifier
+from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
+from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
+from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
-from trainer.types import Prompt
+from trainer.types import Prompt, SamplingParams
 
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
@@ -83,13 +91,69 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
         )
 
 
-def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy) -> Learner:
+def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engine | None]:
+    """Return the base as a policy, its weights in their place, and the engine over them; None stands for the plain one."""
+    train, base = config.train, paths.inputs["base"]
+    if not train.layer_major:
+        return build_policy(load_model(base, config.base.dtype, config.machine.device), train, config.campaign.seed), None
+    model, residency = place_weights(base, config.base.dtype, config.machine.device, train, paths.run)
+    policy = replace(build_policy(model, train, config.campaign.seed), residency=residency)
+    if train.method == "full":
+        return policy, build_stateless(residency, train, config.campaign.seed)
+    return policy, TieredAdapterEngine(policy, train, residency, boundary_device(train.memory))
+
+
+def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
         base = read_manifest(paths.inputs["base"]) or {}
         store = open_anchors(paths.inputs["anchors"], Origin(base["content_sha256"], base["tokenizer_hash"]))
         anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
-    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event)
+    event = RunWriter(paths.run).event
+    learner = Learner(policy, train, seed, anchors, event, engine, build_reference(config, paths))
+    if isinstance(learner.reference, Int8Reference):
+        tell_error(learner, read_prompts(paths.inputs["prompts"], "heldout"), event)
+    return learner
+
+
+def build_reference(config: CampaignConfig, paths: StagePaths) -> Int8Reference | None:
+    """Return the base with 8-bit weights, where the configuration asks for it as reference."""
+    if config.train.algorithm.kl.reference != "int8_streamed":
+        return None
+    return place_reference(paths.inputs["base"], config.base.dtype, config.machine.device, config.train, paths.run)
+
+
+def tell_error(learner: Learner, prompts: list[Prompt], event: Callable[..., None]) -> None:
+    """Measure an 8-bit reference against the policy before its first step, which is the base, and write down the error."""
+    assert isinstance(learner.reference, Int8Reference)
+    works = prompt_works([prompt.token_ids for prompt in prompts], learner.policy.device)
+    if works:
+        error = logprob_error(learner.engine.score(works), learner.reference.score(works))
+        said = f"the 8-bit reference is off by {error:.4f} nats a token on held-out prompts"
+        advice = f", more than {WARN_AT}: anchors are exact" if error > WARN_AT else ""
+        event("warning" if error > WARN_AT else "reference", said + advice, error=error, bytes=learner.reference.num_bytes)
+
+
+def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[RunWriter], None]:
+    """Return what is done before the first step: the pre-flight, and a warning when a learned reward is small for the policy."""
+    train = config.train
+    count = min(config.preflight.num_prompts, train.batch.prompts_per_step)
+    sources = train.stages[0].sources
+    prompts = [prompt for prompt in crew.prompts if sources is None or prompt.source in sources][:count]
+    num_parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    cap = train.stages[0].max_completion_tokens or train.sampling.max_completion_tokens
+    params = SamplingParams(train.sampling.temperature, cap, crew.eos_token_ids)
+    size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
+
+    def look_and_record(writer: RunWriter) -> None:
+        for sentence in size_warnings(crew.verifier, num_parameters):
+            writer.event("warning", sentence)
+        if prompts:
+            writer.heartbeat("looking at the reward")
+            report = look(prompts, crew.sampler, crew.tokenizer, crew.verifier, params, size, per_step, seed)
+            record(report, writer, config.preflight.stop)
+
+    return look_and_record
 
 
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
@@ -99,29 +163,34 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
     train, place = config.train, Run(paths.run, paths.identity)
+    if train.schedule == "async" and (paths.run / RESULT).exists():
+        forget_experience(config, place)
     begin_anew_after_success(place)
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
     tokenizer = load_tokenizer(paths.inputs["base"])
-    base = load_model(paths.inputs["base"], config.base.dtype, config.machine.device)
-    check_vocabulary(base, tokenizer, paths.inputs["base"])
-    check_lengths(config, prompts + heldout, base)
-    policy = build_policy(base, train, config.campaign.seed)
-    learner = build_learner(config, paths, policy)
+    policy, engine = load_policy(config, paths)
+    check_vocabulary(policy.model, tokenizer, paths.inputs["base"])
+    check_lengths(config, prompts + heldout, policy.model)
+    learner = build_learner(config, paths, policy, engine)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
     verifier = build_verifier(config.reward)
     try:
-        crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(base, tokenizer))
+        crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(policy.model, tokenizer))
         with deferred_stop() as wish:
-            SyncSchedule(train, config.campaign.seed, crew, place, wish).run()
+            look_first = first_look(config, crew, policy)
+            if train.schedule == "async":
+                places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
+                AsyncSchedule(config, crew, place, wish, places, look_first).run()
+            else:
+                SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
     finally:
         verifier.close()
         sampler.close()
     policy.save(paths.out, tokenizer)
     curve = write_curve(paths.run, paths.out / CURVE)
-    trainable = sum(parameter.numel() for parameter in policy.trainable.values())
-    return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": trainable, **curve}
+    return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 
 
 if __name__ == "__main__":

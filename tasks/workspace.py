@@ -71,6 +71,7 @@ class Workspace:
     config: CampaignConfig
     run_directory: Path | None = None  # given explicitly; None derives it
     stages: tuple[Stage, ...] = STAGES
+    stages_name: str = ""  # `module:NAME` of that list when it is not the registry's, for the command line of a stage
 
     def artifact(self, name: str) -> Path:
         return self.root / "artifacts" / name
@@ -89,7 +90,7 @@ class Workspace:
 
     def paths(self, stage: Stage, out: Path) -> StagePaths:
         names = [s.name for s in self.stages]
-        before = names[: names.index(stage.name)]
+        before = names[: names.index(stage.name)] if stage.name in names else []
         return StagePaths(
             inputs={name: self.artifact(name) for name in stage.inputs},
             out=out,

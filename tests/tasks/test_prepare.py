@@ -338,3 +338,20 @@ def test_changed_file_makes_the_prompts_stale(campaign: Campaign, write_jsonl: W
     assert Workspace(tmp_path, config).key(STAGES[0]) == before
     write_jsonl("a.jsonl", sums(61))
     assert Workspace(tmp_path, config).key(STAGES[0]) != before
+
+
+def test_scorer_fields_carry_a_rows_tests_to_the_verifier(campaign: Campaign, stage_paths: Paths, write_jsonl: Write) -> None:
+    rows = [{"question": f"{i}+{i}=", "meta": {"tests": [f"assert f() == {i}"]}, "name": "f"} for i in range(10, 20)]
+    path = write_jsonl("rows.jsonl", rows)
+    paths = stage_paths()
+    run(campaign(from_file(path, scorer_fields={"tests": "meta.tests", "entry_point": "name"})), paths)
+    prompts = all_prompts(paths.out)
+    assert len(prompts) == 10
+    assert {prompt.answer for prompt in prompts} == {""}
+    for prompt in prompts:
+        assert prompt.scorer == {"kind": "fields", "tests": [f"assert f() == {prompt.text[:2]}"], "entry_point": "f"}
+    with pytest.raises(ConfigError, match=r"scorer_fields\.tests"):
+        run(campaign(from_file(path, scorer_fields={"tests": "nothing"})), stage_paths("other"))
+    some = write_jsonl("some.jsonl", [*rows, {"question": "no tests"}])
+    with pytest.raises(DataError, match=r"some\.jsonl:11: .*scorer_fields\.tests"):
+        run(campaign(from_file(some, scorer_fields={"tests": "meta.tests"})), stage_paths("third"))

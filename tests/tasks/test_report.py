@@ -59,7 +59,7 @@ def interval(value: float) -> dict[str, float]:
 
 def side(value: float) -> dict[str, Any]:
     metrics = {name: interval(value) for name in ("pass@1", "pass@4", "pass@16", "greedy_accuracy", "mean_reward")}
-    return {**metrics, "mean_length": interval(3.5), "statuses": {"ok": 9, "wrong": 1}}
+    return {**metrics, "mean_length": interval(3.5), "statuses": {"ok": 9, "wrong": 1, "error": 0}}
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def paths(tmp_path: Path) -> StagePaths:
         writer.metrics(step, {"reward/mean": step / 100, "kl/mean": float("nan"), "grad/norm": 1.0, "stage/index": step // 40})
     writer.event("skip", EVIL, 7)
     writer.event("checkpoint", "every 10 steps", 10)
+    writer.event("warning", "few answers differ", 0, share=0.123456, detail={"long": ["list"]})
     write_manifest(inputs["prompts"], {})
     write_manifest(inputs["policy"], {"inputs": {"base": "b" * 64, "anchors": "a" * 64}})
     write_manifest(inputs["evaluation"], {"inputs": {"merged": "c" * 64}})
@@ -114,6 +115,8 @@ def test_the_page_tells_the_whole_campaign(paths: StagePaths) -> None:
     assert "Not measured in this run: divergence from the base" in reader.text
     assert html.count("next RL stage at step 40") == 2
     assert "1 more in events.jsonl" in reader.text
+    assert "few answers differ (share: 0.123)" in reader.text
+    assert "error 0" not in reader.text
 
 
 def test_the_page_needs_nothing_and_runs_nothing(paths: StagePaths) -> None:

@@ -210,6 +210,7 @@ class AnchorStore:
         self.directory, self.manifest = directory, manifest
         self.top_k: int = manifest["top_k"]
         self.temperature: float = manifest["temperature"]
+        self.num_tokens: int = manifest["num_tokens"]
         self.shards = [_Shard(directory / name) for name in manifest["shards"]]
         self.first = [0, *accumulate(len(shard) for shard in self.shards)]  # number of each shard's first completion
         assert self.first[-1] == manifest["num_completions"]

@@ -5,7 +5,7 @@
     base      the model that training starts at  evaluate  base beside trained
     anchors   cached reference distributions     report    the HTML page
     reward    who judges an answer               preflight a look at the reward before training
-    reward_training  optional: a reward model    machine   device and threads (never part of a result's identity)
+    reward_training  optional: a reward model    machine, limits  where and until when (never part of a result's identity)
 
 A default here is the value of a key that `params.yaml` or the recipe does not set. Cross-field rules stand in the class
 that owns the fields and name the key, the value and what to set instead (`refuse`).
@@ -223,7 +223,12 @@ class Lora(Section):
 
 
 class Optimizer(Section):
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "stateless"] = "adamw"
+    """`adamw`: two moments for every trained weight. `stateless`: a rule that keeps nothing between steps, applied layer by layer
+    in backward; only with method `full`."""
+    rule: Literal["sgd", "sign", "rms", "sinkhorn"] = "rms"
+    """Of `stateless`: the gradient itself, its sign, or the gradient divided by the matrix's RMS, or with rows and columns
+    normalised in turns. All but `sgd` move each weight by about the learning rate; the scales of `sgd` are other ones."""
     learning_rate: Positive
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Positive = 1e-8
@@ -234,13 +239,67 @@ class Optimizer(Section):
     """After the warm-up: constant, or cosine down to final_fraction of the learning rate at the RL stage's end."""
     final_fraction: Fraction = 0.1
     max_grad_norm: Positive = 1.0
-    """Global norm to which gradients are clipped."""
+    """Norm to which gradients are clipped."""
+    clipping: Literal["global", "per_layer", "two_pass", "previous"] | None = None
+    """Whose norm is clipped; None: `global` for adamw, `per_layer` for stateless. `per_layer`: each layer's own, free.
+    `two_pass`: the exact global norm, by running backward twice. `previous`: by the coefficient of the step before."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of `stateless`, where weights are stored as bfloat16. `nearest` loses most of a small step, and is there to show it."""
+
+    @property
+    def clips(self) -> str:
+        return self.clipping or ("global" if self.kind == "adamw" else "per_layer")
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimizer:
+        if self.kind == "adamw" and self.clips != "global":
+            refuse("clipping", self.clipping, "adamw keeps all gradients, so their global norm is known; set clipping: global")
+        if self.kind == "stateless" and self.clips == "global":
+            refuse("clipping", "global", "stateless drops each gradient at once; set two_pass (exact), previous or per_layer")
+        return self
+
+
+class Memory(Section):
+    """Where the weights are while they do not compute. `tiered` and `stateless` run layer by layer over all micro-batches."""
+
+    weights: Literal["resident", "tiered"] = "resident"
+    """`resident`: in the memory of the device. `tiered`: on a disk or the host, fetched layer by layer ahead of their use."""
+    split: bool = False
+    """Keep bfloat16 weights with 16 more bits that only the update reads: exact float32 for 4 bytes a weight."""
+    source: Literal["disk", "host"] = "disk"
+    """Of `tiered`: where cold layers lie. On a CPU, `host` is the memory that they compute in."""
+    directory: str | None = None
+    """Of `tiered`: a directory on a fast disk; None takes the run directory."""
+    prefetch: Annotated[int, Field(ge=0)] = 2
+    """Of `tiered`: layers fetched ahead. 0 fetches a layer when it is needed."""
+    resident_layers: Annotated[int, Field(ge=0)] = 0
+    """Of `tiered`: so many layers, the first ones, stay in memory."""
+    boundaries: Literal["device", "host"] = "device"
+    """Where hidden states between layers wait for backward."""
+    journal: Literal["disk", "memory"] = "disk"
+    """Of resident weights: where a step keeps the old values of what it changes, to be undone as a whole."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Memory:
+        if self.weights == "resident" and self.resident_layers:
+            refuse("resident_layers", self.resident_layers, "all layers are resident; set weights: tiered, or leave this out")
+        return self
+
+
+class Heartbeat(Section):
+    """A layer whose gradient norm jumps stops the optimizer step before any weight has changed for good."""
+
+    factor: Annotated[float, Field(ge=0)] = 5.0
+    """Times its usual norm (or standard deviations above it, where that is more) from which a layer stops the step; never less
+    than optimizer.max_grad_norm. 0 stops for values that are not finite only."""
+    warmup_steps: Count = 20
+    """Optimizer steps that are only watched."""
 
 
 class Kl(Section):
-    reference: Literal["none", "exact", "anchors"] = "none"
+    reference: Literal["none", "exact", "anchors", "int8_streamed"] = "none"
     """`exact`: every sample scored by the base (LoRA: the adapter off; full: a frozen copy). `anchors`: the cached file,
-    no reference in memory. `none`: no KL term."""
+    no reference in memory. `int8_streamed`: a copy of the base with 8-bit weights, run layer by layer. `none`: no KL term."""
     coefficient: Annotated[float, Field(ge=0)] = 0.01
     estimator: Literal["k2", "k3", "ratio_k3"] = "k2"
     """Gradient of the exact reference's term: `k2` exact reverse KL on-policy (its value is reported as k3), `k3` the
@@ -330,11 +389,123 @@ class Sampling(Section):
         return self
 
 
+class Vllm(Section):
+    """vLLM servers, spoken to over HTTP. Only read when sampler.kind is `vllm`."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()
+    """Servers that run already, e.g. http://gpu1:8000, and see the run directory under the same path. None: every sampler
+    process starts one on this machine."""
+    model: str = ""
+    """Name under which those servers know the backbone; empty takes the first that they list."""
+    python: str = ".venv-vllm/bin/python"
+    """Python of vLLM's own environment (`make vllm-env`), for a server that is started."""
+    concurrency: Count = 64
+    """Requests at the same time, on each server."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Of the paged KV cache; fp8 holds twice the tokens."""
+    prefix_caching: bool = True
+    """Prompts of a group are prefilled once."""
+    kv_offload_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory into which KV blocks are swapped; 0 keeps them on the device."""
+    tensor_parallel_size: Count = 1
+    eager: bool = True
+    """Without graph capture: a faster start, somewhat slower tokens."""
+    arguments: dict[str, str] = {}
+    """Any other option of the server, e.g. {--gpu-memory-utilization: "0.85"}; an empty value is a flag."""
+    environment: dict[str, str] = {}
+    """Environment variables of a server that is started, e.g. {VLLM_CPU_KVCACHE_SPACE: "1"}."""
+
+
 class Sampler(Section):
-    kind: Literal["embedded"] = "embedded"
-    """`embedded`: in the trainer's process, continuous batching over slots with a static KV cache."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: in the trainer's process, or with `schedule: async` in processes of its own; continuous batching over slots
+    with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
+    vllm: Vllm = Vllm()
     slots: Count = 256
     """Completions decoded at the same time."""
+    processes: Annotated[int, Field(ge=0, le=64)] = 1
+    """Only with `schedule: async`: sampler processes that the stage starts. 0: all of them are started elsewhere, with
+    `python -m trainer.schedule.sampler_process <run>/samplers/<name>.json`."""
+    groups_per_claim: Annotated[int, Field(ge=0)] = 0
+    """Only with `schedule: async`: groups that a sampler takes at once; 0 takes what fills its slots, at most a step's."""
+
+
+class Pool(Section):
+    """The experience pool between samplers and learner. Only read with `schedule: async`."""
+
+    url: str = ""
+    """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
+    samplers on several machines; every run gets a schema of its own."""
+    capacity: Count = 4096
+    """Samples ordered, ready or being learnt from at the same time."""
+    high_watermark: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the capacity from which samplers are held back ..."""
+    low_watermark: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """... until it has drained to this share."""
+    max_attempts: Count = 5
+    """A group that was handed out so often without an answer is given up, and counted."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_database(cls, value: str) -> str:
+        if value and not re.match(r"(sqlite:///.|postgres(ql)?(\+\w+)?://.)", value):
+            raise ValueError("expected postgresql://user@host/database, sqlite:///<file>, or nothing for the run directory")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Pool:
+        if self.low_watermark > self.high_watermark:
+            refuse("low_watermark", self.low_watermark, f"is above high_watermark ({self.high_watermark}); set at most that")
+        return self
+
+
+class PolicySync(Section):
+    """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
+
+    mode: Literal["adapter", "merge"] = "adapter"
+    """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
+    which the engine reloads. The embedded sampler always loads the weights themselves."""
+    sync_every: Count = 20
+    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
+    max_policy_update_lag: Count = 32
+    """Most optimizer steps between the policy that sampled and the one that learns. Older samples are dropped and counted."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """Newest handed-over policies kept on the disk, beside those in use."""
+    probe_prompts: Count = 8
+    """Fixed completions on which learner and sampler must agree after every load."""
+    probe_tolerance: Positive | None = None
+    """Most mean absolute difference of their log-probs; None: 1e-3, or 5e-2 for a bfloat16 base."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicySync:
+        if self.sync_every > self.max_policy_update_lag:
+            lag = self.max_policy_update_lag
+            refuse("sync_every", self.sync_every, f"samples are too old when a new policy comes; set at most {lag}, the bound")
+        return self
+
+
+class Watchdog(Section):
+    """No wait without an end. Only read with `schedule: async`."""
+
+    deadline_seconds: Positive = 300.0
+    """A process without a sign of life for so long is ended and its work given to others; a wait ends with a named error."""
+    start_seconds: Positive = 300.0
+    """Time for a sampler to load its model."""
+    restarts: Annotated[int, Field(ge=0)] = 5
+    """Times that a sampler that died or fell silent is started anew; then the run stops."""
+
+
+class Alarms(Section):
+    """Thresholds of what is watched every step; passing one is an event. 0 switches one off."""
+
+    kl: Annotated[float, Field(ge=0)] = 0.3
+    """Mean KL per token to the reference."""
+    effective_sample_fraction: Fraction = 0.3
+    """Effective sample size over the number of tokens, below it."""
+    throughput_drop: Fraction = 0.5
+    """Samples per second below this share of the median of the last 20 steps."""
+    lag_fraction: Fraction = 0.9
+    """Mean lag above this share of max_policy_update_lag."""
 
 
 class RLStage(Section):
@@ -362,15 +533,21 @@ class Checkpoints(Section):
 
 class Train(Section):
     method: Literal["lora", "full"]
-    schedule: Literal["sync"] = "sync"
-    """`sync`: sample, then learn, in one process."""
+    schedule: Literal["sync", "async"] = "sync"
+    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it."""
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
+    memory: Memory = Memory()
+    heartbeat: Heartbeat = Heartbeat()
     algorithm: Algorithm = Algorithm()
     batch: Batch = Batch()
     sampling: Sampling = Sampling()
     sampler: Sampler = Sampler()
+    pool: Pool = Pool()
+    sync: PolicySync = PolicySync()
+    watchdog: Watchdog = Watchdog()
+    alarms: Alarms = Alarms()
     activation_checkpointing: bool = False
     """Recompute activations in backward: about half the memory, a third more time."""
     stages: Annotated[tuple[RLStage, ...], Field(min_length=1)]
@@ -378,14 +555,65 @@ class Train(Section):
     heldout: Heldout = Heldout()
     checkpoints: Checkpoints = Checkpoints()
     max_skipped_in_a_row: Count = 3
-    """Updates with a non-finite loss or gradient are skipped; so many in a row end the run."""
+    """Optimizer steps that the heartbeat stops, or whose loss is not finite, are skipped; so many in a row end the run."""
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether an optimizer step runs layer by layer over all micro-batches."""
+        return self.optimizer.kind == "stateless" or self.memory.weights != "resident"
 
     @model_validator(mode="after")
     def _check(self) -> Train:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             refuse("stages", names, "every RL stage needs a name of its own")
+        stateless, tiered = self.optimizer.kind == "stateless", self.memory.weights == "tiered"
+        if self.method == "lora" and stateless:
+            refuse(
+                "optimizer.kind", "stateless", "an adapter is small, so AdamW's state costs little; set adamw, or method: full"
+            )
+        if self.method == "full" and tiered and not stateless:
+            refuse("memory.weights", "tiered", "AdamW's state is larger than the weights; set optimizer.kind: stateless")
+        if self.memory.split and not stateless:
+            refuse("memory.split", True, "only optimizer.kind: stateless writes to split weights; leave it out")
+        if self.layer_major and self.activation_checkpointing:
+            refuse("activation_checkpointing", True, "layer by layer, activations are always recomputed; leave it out")
+        if self.layer_major and self.method == "lora" and self.lora.dropout:
+            refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
+        if stateless and self.algorithm.kl.reference == "exact":
+            refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
+        if self.schedule == "async":
+            self._check_async()
+        elif self.sampler.kind == "vllm":
+            refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
+        if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
+            refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
         return self
+
+    def _check_async(self) -> None:
+        if self.layer_major:
+            key, value = ("optimizer.kind", "stateless") if self.optimizer.kind == "stateless" else ("memory.weights", "tiered")
+            refuse(key, value, "a sampler beside the learner needs a whole copy of the weights; set schedule: sync")
+        batch, lag = self.batch, self.sync.max_policy_update_lag
+        high = int(self.pool.capacity * self.pool.high_watermark)
+        if high < batch.samples_per_step:
+            refuse(
+                "pool.capacity",
+                self.pool.capacity,
+                f"with high_watermark {self.pool.high_watermark} it holds {high} samples, a step needs {batch.samples_per_step}; "
+                "raise it, or lower batch.prompts_per_step",
+            )
+        if batch.optimizer_steps_per_step > lag:
+            refuse(
+                "sync.max_policy_update_lag",
+                lag,
+                f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled meanwhile can be used; "
+                f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
+            )
+        if self.sampler.processes == 0 and not self.pool.url:
+            refuse(
+                "sampler.processes", 0, "samplers elsewhere need a pool they can reach; set pool.url to a postgresql:// address"
+            )
 
 
 VerifierName = Literal[
@@ -561,13 +789,14 @@ class Reward(Judge):
 
 
 class Preflight(Section):
-    """Scoring a sample of the base's completions before training (`tithe preflight`)."""
+    """A look at the reward on the base's completions, before training and by `tithe preflight`."""
 
     num_prompts: Annotated[int, Field(ge=0)] = 32
-    """Training prompts looked at, each with a group of completions; 0 skips the look before training."""
-    stop: bool = True
+    """Training prompts looked at, each with a group of completions, but never more than one step has; 0 skips the look before
+    training."""
+    stop: bool = False
     """Whether a reward that cannot teach (no difference within any group, or another verdict for the same answer) stops the
-    training before its first step."""
+    training before its first step; else it is an alarm in events.jsonl."""
 
 
 class RewardTraining(Section):
@@ -671,6 +900,8 @@ class CampaignConfig(Section):
             unknown = sorted(set(stage.sources or ()) - known)
             if unknown:
                 refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
+        if self.train.memory.split and self.base.dtype == "float32":
+            refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
         self._check_reward()
@@ -695,7 +926,17 @@ class CampaignConfig(Section):
         rate, lora = self.train.optimizer.learning_rate, self.train.lora
         if self.train.method == "lora" and lora.dropout > 0:
             said.append(f"train.lora.dropout = {lora.dropout}: with dropout the ratio differs from 1 already at the first update")
-        if self.train.method == "full" and self.base.kind != "scratch" and rate > 1e-4:
+        stateless, rule = self.train.optimizer.kind == "stateless", self.train.optimizer.rule
+        if stateless and rule == "sgd" and rate < 1e-3:
+            said.append(
+                f"train.optimizer.learning_rate = {rate}: low for sgd, whose step is rate x gradient; 1e-2 to 1 is usual, "
+                "and update/relative says what it does"
+            )
+        if stateless and rule != "sgd" and rate > 1e-3:
+            said.append(
+                f"train.optimizer.learning_rate = {rate}: high for {rule}, which moves each weight by it; try 1e-6 to 1e-4"
+            )
+        if self.train.method == "full" and not stateless and self.base.kind != "scratch" and rate > 1e-4:
             said.append(f"train.optimizer.learning_rate = {rate}: high for training every weight; 1e-6 to 1e-5 is usual")
         if self.train.method == "lora" and self.base.kind != "scratch" and rate < 1e-6:
             said.append(

@@ -6,14 +6,15 @@ Legend: T completion tokens, K cached tokens at each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from trainer.learn.batch import make_sequences, split_micro_batches
+from trainer.engine.port import Term, TokenScores, Work
+from trainer.learn.batch import MicroBatch, Sequences, make_sequences, split_micro_batches
 from trainer.learn.kl import anchored_kl
-from trainer.learn.logprobs import TokenScorer
 from trainer.learn.tally import Tally
 from trainer.types import derive_seed
 
@@ -44,8 +45,30 @@ class AnchorBatch(Protocol):
 class AnchorSource(Protocol):
     """Where anchored completions come from: trainer.anchors.store.AnchorStore, or a few made by hand."""
 
+    top_k: int  # K
+    num_tokens: int  # completion tokens of all of them
+
     def __len__(self) -> int: ...
     def take(self, indices: Sequence[int]) -> AnchorBatch: ...
+
+
+RESIDENT_BYTES = 2**26  # anchors up to this size stay in memory instead of being read again at every optimizer step
+_ENTRY_BYTES = 12  # of a cached token: int64 id, float32 log-prob
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Anchored completions on the device; per-token arrays in the order of the sequences."""
+
+    sequences: Sequences
+    top_ids_TK: torch.Tensor
+    top_logprobs_TK: torch.Tensor
+    tail_T: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: AnchorBatch, device: torch.device) -> _Loaded:
+        per_token = (batch.top_ids_TK.to(device), batch.top_logprobs_TK.to(device), batch.tail_T.to(device))
+        return cls(make_sequences(batch.prompts, batch.completions).to(device), *per_token)
 
 
 class AnchorTerm:
@@ -62,6 +85,7 @@ class AnchorTerm:
         self.source, self.micro_batch_tokens, self.seed = source, micro_batch_tokens, seed
         self.batch_size = min(batch_size, len(source))
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._all: _Loaded | None = None
 
     def indices(self, update: int) -> list[int]:
         """Return the anchors of an optimizer step, counted from 0 over the whole run."""
@@ -75,27 +99,34 @@ class AnchorTerm:
             self._epoch, self._order = epoch, generator.permutation(len(self.source))
         return int(self._order[offset])
 
-    def backward(self, scorer: TokenScorer, update: int, coefficient: float, tally: Tally) -> torch.Tensor:
-        """Add the gradient of coefficient x mean anchored KL per token, and return that value.
+    def terms(self, update: int, coefficient: float, tally: Tally, device: torch.device) -> list[Term]:
+        """Return the forward passes of an optimizer step's anchors, and coefficient x mean anchored KL per token as their loss.
 
         Args:
-            scorer: of the policy.
             update: number of the optimizer step.
             coefficient: of the KL term.
             tally: takes `kl/mean` and `loss/kl`.
+            device: of the policy.
         """
-        anchors = self.source.take(self.indices(update))
-        device = scorer.model.device
-        sequences, divisor = make_sequences(anchors.prompts, anchors.completions).to(device), len(anchors.tail_T)
-        top_ids_TK, top_TK, tail_T = (t.to(device) for t in (anchors.top_ids_TK, anchors.top_logprobs_TK, anchors.tail_T))
-        total = torch.zeros((), device=device)
-        everything_M = torch.arange(len(sequences.start_N))
-        for micro in split_micro_batches(sequences, everything_M, self.micro_batch_tokens):
-            scores = scorer.score(micro.input_ids_BS, micro.where_T, top_ids_TK[micro.token_T])
-            kl_T = anchored_kl(scores.logprobs_TK, top_TK[micro.token_T], tail_T[micro.token_T])
-            loss = coefficient * kl_T.sum() / divisor
-            loss.backward()
-            total += loss.detach()
-            tally.add("kl/mean", kl_T)
-            tally.total("loss/kl", loss)
-        return total
+        anchors, chosen_M = self._load(self.indices(update), device)
+        divisor = int(anchors.sequences.completion_length_N.cpu()[chosen_M].sum())
+
+        def term(micro: MicroBatch) -> Term:
+            def loss(scores: TokenScores) -> torch.Tensor:
+                kl_T = anchored_kl(scores.logprobs_TK, anchors.top_logprobs_TK[micro.token_T], anchors.tail_T[micro.token_T])
+                part = coefficient * kl_T.sum() / divisor
+                tally.add("kl/mean", kl_T)
+                tally.total("loss/kl", part)
+                return part
+
+            return Term(Work(micro.input_ids_BS, micro.where_T, anchors.top_ids_TK[micro.token_T]), loss)
+
+        return [term(micro) for micro in split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens)]
+
+    def _load(self, indices: list[int], device: torch.device) -> tuple[_Loaded, torch.Tensor]:
+        """Return loaded anchors and where in them the wanted ones are."""
+        if self.source.num_tokens * self.source.top_k * _ENTRY_BYTES > RESIDENT_BYTES:
+            return _Loaded.of(self.source.take(indices), device), torch.arange(len(indices))
+        if self._all is None:
+            self._all = _Loaded.of(self.source.take(range(len(self.source))), device)
+        return self._all, torch.tensor(indices)

@@ -11,22 +11,16 @@ Legend: B sequences, S positions, D hidden, T completion tokens, K token ids loo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from trainer.engine.port import TokenScores
 from trainer.policy.forward import head_at
 
 CHUNK_ELEMENTS = 2**25
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    logprobs_TK: torch.Tensor  # float32, natural log, under the sampling distribution
-    entropy_T: torch.Tensor | None = None  # float32, nats, with gradient; only where it was asked for
 
 
 def score_logits(logits_TV: torch.Tensor, ids_TK: torch.Tensor, temperature: float, entropy: bool = False) -> TokenScores:

@@ -76,8 +76,22 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None}))
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write model and tokenizer so that plain transformers loads them."""
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write model and tokenizer so that plain transformers loads them.
+
+    Args:
+        weights: the parameters by name, where they are not in the model.
+    """
     disable_progress_bar()
-    model.save_pretrained(directory)
+    if weights is None:
+        model.save_pretrained(directory)
+    else:
+        model.save_pretrained(directory, state_dict={**model.state_dict(), **weights})
+        model.config.dtype = next(iter(weights.values())).dtype
+        model.config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -6,6 +6,7 @@ Equal adapters give equal bytes: no paths, no times, no order that changes from 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a property by its old name
         torch.manual_seed(derive_seed(seed, "lora"))
         adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)

@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.schema import Train
+from trainer.memory.residency import Residency
 from trainer.policy.load import save_model
 from trainer.policy.lora import add_lora, save_adapter
 
@@ -26,11 +27,19 @@ _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout", "dropout_p", "activation_
 class Policy:
     model: PreTrainedModel  # with LoRA layers inside it where `adapter` is set
     adapter: PeftModel | None
+    residency: Residency | None = None  # where the weights are, when they are not just the model's own
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The weights that train, by stable name; tied weights appear once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of weights that train."""
+        if self.adapter is None and self.residency is not None:
+            return self.residency.anatomy.num_parameters
+        return sum(parameter.numel() for parameter in self.trainable.values())
 
     @property
     def device(self) -> torch.device:
@@ -49,6 +58,8 @@ class Policy:
         """Write a peft adapter directory, or a whole model with its tokenizer."""
         if self.adapter is not None:
             save_adapter(self.adapter, directory)
+        elif self.residency is not None and not self.residency.direct:
+            save_model(self.model, tokenizer, directory, self.residency.state_dict())
         else:
             save_model(self.model, tokenizer, directory)
 

@@ -47,6 +47,7 @@ def build_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase, max_t
             num_hidden_layers=scratch.num_layers,
             num_attention_heads=scratch.num_heads,
             max_position_embeddings=max_tokens,
+            initializer_range=scratch.hidden_size**-0.5,  # the usual 0.02 learns late at this width, or never
             tie_word_embeddings=False,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -71,4 +71,11 @@ def build_one(judge: Judge, name: str, key: str, num_workers: int) -> Verifier:
     )
 
 
-__all__ = ["build_verifier", "summarise"]
+def size_warnings(verifier: Verifier, num_policy_parameters: int) -> list[str]:
+    """Return a sentence for every learned reward below a third of the policy's size."""
+    parts = [part for _, part in verifier.parts] if isinstance(verifier, MixVerifier) else [verifier]
+    found = [part.size_warning(num_policy_parameters) for part in parts if hasattr(part, "size_warning")]
+    return [sentence for sentence in found if sentence]
+
+
+__all__ = ["build_verifier", "size_warnings", "summarise"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -38,15 +39,17 @@ def judge_one(judge: Judge, payload: Payload) -> tuple[str, float, str, float]:
     start = time.perf_counter()
     try:
         status, score, detail = judge(payload)
-    except RecursionError:
-        status, score, detail = "unparsable", 0.0, "nested too deeply"
+    except (RecursionError, MemoryError) as error:
+        status, score, detail = "unparsable", 0.0, f"too deep or too large to judge ({type(error).__name__})"
     except Exception as error:  # noqa: BLE001  (a bad sample is data, whatever its judge trips over)
         status, score, detail = "error", 0.0, f"{type(error).__name__}: {error}"[:300]
     return status, score, detail, time.perf_counter() - start
 
 
-def serve(stream: socket.socket, judge: Judge) -> NoReturn:
+def serve(stream: socket.socket, judge: Judge, memory_bytes: int) -> NoReturn:
     """Run a worker: read batches of payloads, send one frame per judged answer, end when the stream does."""
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     while (body := read_frame(stream)) is not None:
         for index, payload in pickle.loads(body):
             stream.sendall(frame(pickle.dumps((index, *judge_one(judge, payload)))))
@@ -65,7 +68,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_stdout()
-    factory, arguments = pickle.loads(read_frame(control) or b"")
+    factory, arguments, memory_bytes = pickle.loads(read_frame(control) or b"")
     try:
         judge = resolve(factory)(**arguments)
     except Exception as error:  # noqa: BLE001  (told to the trainer, which names the key)
@@ -81,7 +84,7 @@ def main() -> None:
             if pid == 0:
                 control.close()
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                serve(socket.socket(fileno=descriptors[0]), judge)
+                serve(socket.socket(fileno=descriptors[0]), judge, memory_bytes)
             os.close(descriptors[0])
             control.sendall(pid.to_bytes(4, "big"))
         else:

@@ -13,19 +13,20 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, TitheError
 from trainer.reward import isolation
 from trainer.reward.isolation import Kind
-from trainer.reward.pool import Finding
+from trainer.reward.pool import START_SECONDS, Finding
 from trainer.reward.sandbox import codec
 from trainer.reward.sandbox.jail import Limits
-from trainer.reward.sandbox.wire import FrameReader, frame
+from trainer.reward.sandbox.wire import FrameReader, frame, read_frame
 from trainer.types import Prompt
 
 UNISOLATED: Kind = "none-i-accept-the-risk"
@@ -90,6 +91,7 @@ class CodeChannel:
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _stream: socket.socket = field(init=False)
     _reader: FrameReader = field(init=False)
+    _ready: bool = False
 
     def __post_init__(self) -> None:
         self._start()
@@ -111,12 +113,30 @@ class CodeChannel:
                     [candidates.fileno()],
                 ),
             ]
-        self._stream, self._reader = ours, FrameReader()
+        self._stream, self._reader, self._ready = ours, FrameReader(), False
 
     def fileno(self) -> int:
         return self._stream.fileno()
 
+    def wait_until_ready(self) -> None:
+        """Wait until both keepers are up, so that no answer's clock pays for their start.
+
+        Raises:
+            TitheError: they died, or took longer than START_SECONDS.
+        """
+        if self._ready:
+            return
+        self._stream.settimeout(START_SECONDS)
+        try:
+            self._ready = read_frame(self._stream) is not None
+        except OSError:  # a timeout is one
+            self._ready = False
+        self._stream.settimeout(None)
+        if not self._ready:
+            raise TitheError(f"the {self.kind} sandbox did not start; see what it wrote to stderr above")
+
     def send(self, batch: Sequence[tuple[int, Any]]) -> None:
+        self.wait_until_ready()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead worker shows as EOF in receive
             self._stream.sendall(frame(codec.dumps([[index, job] for index, job in batch])))
 
@@ -138,10 +158,11 @@ class CodeChannel:
         self._start()
 
     def close(self) -> None:
-        """Kill both keepers; their sandboxes die with them."""
+        """Kill both keepers; their sandboxes die with them, also one that is only just being built."""
         self._stream.close()
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -181,6 +202,8 @@ def self_test(kind: Kind) -> str | None:
         return str(error)
     try:
         finding = judge_alone(channel, job, 30.0)
+    except TitheError as error:
+        return str(error)
     finally:
         channel.close()
     return None if finding.status == "ok" else f"{finding.status}: {finding.detail}"

@@ -89,7 +89,8 @@ def make_math() -> Judge:
         wanted = find_answer(gold) if "####" in gold or "boxed" in gold else gold
         return graded(float(same_answer(wanted or gold, found, math_verify_same)))
 
-    same_answer("x^2", "x+1", math_verify_same)  # builds the parser's tables before the forks
+    for formula in (r"\frac{1}{\sqrt{2}}", "x^2+2x", r"(-\infty, 2)", r"\{1, \pi\}"):
+        same_answer(formula, "x", math_verify_same)  # builds the parser's tables before the forks
     return judge
 
 

@@ -56,12 +56,14 @@ CHOICE = re.compile(r"^\(?([A-Za-z])\)?[.:]?$")
 
 def find_answer(text: str) -> str | None:
     """Return the final answer as it stands in the text, or None where there is none."""
-    text = text.strip()
+    text = text.strip().replace("−", "-")
     tags = TAG.findall(text)
     if tags:
         inside = tags[-1].strip()
         return _clip(find_boxed(inside) or _hashed(inside) or inside)
-    found = find_boxed(text) or _hashed(text)
+    found = find_boxed(text)
+    if found is None:
+        found = _hashed(text)
     if found is None:
         phrases = PHRASE.findall(text)
         found = _from_line(phrases[-1]) if phrases else _from_line(text.split("\n")[-1])

@@ -65,9 +65,10 @@ class Nursery:
     Args:
         factory: `module:function` that builds the judge, called in the nursery with `arguments`.
         key: configuration key to name when the judge cannot be built.
+        memory_bytes: address space of a worker; 0 sets no limit.
     """
 
-    def __init__(self, factory: str, arguments: dict[str, Any], key: str = "reward.verifier"):
+    def __init__(self, factory: str, arguments: dict[str, Any], key: str = "reward.verifier", memory_bytes: int = 0):
         ours, theirs = socket.socketpair()
         paths = [str(PACKAGE_ROOT), os.getcwd(), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"}
@@ -81,7 +82,7 @@ class Nursery:
         theirs.close()
         self.control = ours
         self.control.settimeout(START_SECONDS)
-        self.control.sendall(frame(pickle.dumps((factory, arguments))))
+        self.control.sendall(frame(pickle.dumps((factory, arguments, memory_bytes))))
         answer = read_frame(self.control)
         problem = "its worker died while starting" if answer is None else pickle.loads(answer)
         if problem:

@@ -55,11 +55,11 @@ def scratch_model(pairs: Sequence[Pair], options: RewardTraining) -> tuple[PreTr
         num_attention_heads=options.num_heads,
         num_key_value_heads=options.num_heads,
         max_position_embeddings=options.max_tokens,
-        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+    config.num_labels = 1
     return LlamaForSequenceClassification(config), tokenizer
 
 
@@ -118,7 +118,7 @@ def _step(
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
     chosen_B, rejected_B = scores[: len(pairs)], scores[len(pairs) :]
     loss = preference_loss(chosen_B, rejected_B)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

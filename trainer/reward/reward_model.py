@@ -103,7 +103,7 @@ def load(directory: Path, dtype: str, device: torch.device | str = "cpu") -> tup
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{directory}: has no weights for {missing[0]}, so it is no trained reward model; train one with the stage reward_model"
+            f"{directory}: has no weights for {missing[0]}, so it is no trained reward model; the stage reward_model trains one"
         )
     prepare_padding(model, tokenizer)
     return model.to(device).eval(), tokenizer
@@ -149,10 +149,6 @@ class RewardModelVerifier:
         self.directory = find_model(self.options.model, self.options.revision, key)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._load()[0]
-
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if self._loaded is None:
             model, tokenizer = load(self.directory, self.options.dtype, pick_device(self.options.device))
@@ -170,6 +166,10 @@ class RewardModelVerifier:
         found = logits(model, tokenizer, texts, self.options.batch_size, self.options.max_tokens)
         seconds = (time.perf_counter() - begin) / max(1, len(answers))
         return [to_verdict(value, self.name, self.options, seconds) for value in found]
+
+    def size_warning(self, num_policy_parameters: int) -> str | None:
+        """Return a sentence when the model is small beside the policy that it judges."""
+        return size_warning(count_parameters(self._load()[0]), num_policy_parameters)
 
     def close(self) -> None:
         self._loaded = None
@@ -193,6 +193,6 @@ def size_warning(num_parameters: int, num_policy_parameters: int) -> str | None:
     if share >= SMALLEST_SHARE_OF_POLICY:
         return None
     return (
-        f"the reward model has {num_parameters:,} parameters, {share:.0%} of the policy's {num_policy_parameters:,}: below a third "
-        "a policy tends to outwit its judge; use a larger one, or watch the held-out reward closely"
+        f"the reward model has {num_parameters:,} parameters, {share:.0%} of the policy's {num_policy_parameters:,}: below a "
+        "third a policy tends to outwit its judge; use a larger one, or watch the held-out reward closely"
     )

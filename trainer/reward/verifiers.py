@@ -23,7 +23,8 @@ from trainer.reward.pool import Finding, Nursery, NurseryChannel, Pool
 from trainer.reward.sandbox.jail import Limits
 from trainer.types import Prompt, Verdict, VerdictStatus, Verifier
 
-KILL_GRACE_SECONDS = 0.4  # what a worker that keeps its own clock gets on top, before it is killed
+WORKER_MEMORY_BYTES = 4 * 1024**3  # of address space: an answer such as 9^9^9 must not fill the machine
+KILL_GRACE_SECONDS = 0.8  # what a worker that keeps its own clock gets on top, before it is killed
 
 Answers = Sequence[tuple[Prompt, str]]
 
@@ -72,7 +73,8 @@ class PoolVerifier:
 
     def _started(self) -> Pool:
         if self._pool is None:
-            self._nursery = Nursery(self.factory, self.arguments, self.key)
+            memory_bytes = 0 if self.judge.verifier == "python" else WORKER_MEMORY_BYTES
+            self._nursery = Nursery(self.factory, self.arguments, self.key, memory_bytes)
             self._pool = Pool([NurseryChannel(self._nursery) for _ in range(self.num_workers)], self.limit_seconds)
         return self._pool
 

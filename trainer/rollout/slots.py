@@ -92,8 +92,9 @@ class SlotCache(Cache):
     """The cache handed to the model; layers appear as the model asks for them."""
 
     def __init__(self, slots: int, length: int):
-        self.plan = Plan(slots, length)
-        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self.plan))  # type: ignore[arg-type]
+        self.plan = plan = Plan(slots, length)
+        # The factory must not hold the cache: a cycle would keep its tensors until the collector happens to run.
+        super().__init__(layer_class_to_replicate=lambda: SlotLayer(plan))  # type: ignore[arg-type]
 
     def plan_prefill(self, target_slots: Tensor, source_rows: Tensor) -> None:
         self.plan.decoding = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.reward.hacking import answer_signals
+from trainer.reward.summary import summarise
 from trainer.types import AnswerText, Completion, Group, Prompt, Sample, Verifier
 
 
@@ -43,3 +45,14 @@ def group(samples: Sequence[Sample], group_size: int) -> list[Group]:
     assert len(samples) % group_size == 0
     starts = range(0, len(samples), group_size)
     return [Group(samples[start].prompt, tuple(samples[start : start + group_size])) for start in starts]
+
+
+def reward_metrics(samples: Sequence[Sample], group_size: int) -> dict[str, float]:
+    """Return what a step's verdicts and answers look like: statuses, parts, cost, distinct answers, repetition.
+
+    Args:
+        samples: group by group.
+    """
+    texts = [sample.text for sample in samples]
+    groups = [texts[start : start + group_size] for start in range(0, len(texts), group_size)]
+    return summarise([sample.verdict for sample in samples]) | answer_signals(groups)

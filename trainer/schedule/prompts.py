@@ -55,9 +55,10 @@ class PromptCursor:
     def take(self, step: int) -> list[Prompt]:
         """Return the prompts of a step of the stage, counted from 1; one comes twice only when an epoch ends inside."""
         first = (step - 1) * self.per_step
-        return [self._at(position) for position in range(first, first + self.per_step)]
+        return [self.at(position) for position in range(first, first + self.per_step)]
 
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a position of the stage, counted from 0 over all its steps."""
         epoch, offset = divmod(position, len(self.prompts))
         if epoch != self._epoch:
             seed = derive_seed(self.seed, "prompts", self.stage.name, epoch)

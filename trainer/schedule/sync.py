@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,19 @@ import psutil
 import torch
 
 from trainer.config.schema import Train
+from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
-from trainer.metrics import RESULT, RunWriter
+from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.checkpoint import load_newest, save_checkpoint
-from trainer.schedule.judge import group, judge
+from trainer.reward.hacking import watch
+from trainer.schedule.judge import group, judge, reward_metrics
 from trainer.schedule.prompts import PromptCursor, locate, make_requests
 from trainer.schedule.stop import StopWish
 from trainer.types import Prompt, Request, Sample, Sampler, SamplingParams, Verifier, derive_seed
 
 CHECKPOINTS = "checkpoints"
+AGREES_WITHIN = 0.05  # nats; float32 is at 1e-5, bfloat16 at about 1e-2
+BROKEN_ABOVE = 0.5  # nats
 CORRECT_AT = 1.0 - 1e-9  # score from which a held-out answer counts as correct
 
 
@@ -87,14 +91,24 @@ class SyncSchedule:
         crew: sampler, verifier, learner and their data.
         run: the run directory; a checkpoint in it is gone on from.
         wish: set when somebody asks to stop.
+        first_look: called before the first step of a run that begins anew (the pre-flight).
     """
 
-    def __init__(self, train: Train, seed: int, crew: Crew, run: Run, wish: StopWish):
+    def __init__(
+        self,
+        train: Train,
+        seed: int,
+        crew: Crew,
+        run: Run,
+        wish: StopWish,
+        first_look: Callable[[RunWriter], None] | None = None,
+    ):
         self.train, self.seed, self.crew, self.place, self.wish = train, seed, crew, run, wish
         self.total = sum(stage.steps for stage in train.stages)
         self.cursors = [PromptCursor(crew.prompts, stage, train.batch.prompts_per_step, seed) for stage in train.stages]
         self.writer = RunWriter(run.directory)
         self.saved_step = 0
+        self.first_look = first_look
 
     def run(self) -> None:
         """Train to the end of the last RL stage.
@@ -104,10 +118,14 @@ class SyncSchedule:
             ResourceError: the disk is full. CheckpointError: no checkpoint can be trusted.
         """
         done = self._resume()
+        if done == 0 and self.first_look:
+            self.first_look(self.writer)
         if done == 0 and self._looks_at_heldout(0):
             self.writer.metrics(0, self._heldout(0))
         for step in range(done + 1, self.total + 1):
             self.writer.metrics(step, self._step(step))
+            if self._looks_at_heldout(step):
+                self._watch()
             if step % self.train.checkpoints.every_steps == 0 or step == self.total:
                 self._checkpoint(step)
             self._stop_if_asked(step)
@@ -134,8 +152,26 @@ class SyncSchedule:
             self.writer.heartbeat("learning", step, self.total)
             stats = self.crew.learner.step(group(samples, self.train.batch.group_size), step)
             self.crew.sampler.load_policy(stats.version)
-        metrics = {**stats.metrics, "stage/index": position.index, **costs(samples, clock)}
+        self._check_agreement(step, stats.metrics)
+        seen = reward_metrics(samples, self.train.batch.group_size)
+        metrics = {**stats.metrics, **seen, "stage/index": position.index, **costs(samples, clock)}
         return metrics | self._heldout(step) if self._looks_at_heldout(step) else metrics
+
+    def _check_agreement(self, step: int, metrics: dict[str, float]) -> None:
+        """Hold learner and sampler to the same log-probs for the same weights, before any update of the step.
+
+        Raises:
+            DivergedError: they are so far apart that the samples are not the policy's.
+        """
+        apart = metrics.get("mismatch/mean_abs_logprob", 0.0)
+        sentence = f"learner and sampler are {apart:.3g} nats apart at a sampled token, on average, with the same weights"
+        if apart > BROKEN_ABOVE:
+            raise DivergedError(
+                f"step {step}: {sentence}; nothing can be learned from such samples. The sampler's cache does not suit this "
+                "model, or its files changed under the run; start again, and choose another base if it stays so"
+            )
+        if apart > AGREES_WITHIN and not (self.train.method == "lora" and self.train.lora.dropout > 0):
+            self.writer.event("alarm", sentence, step=step, signal="mismatch")
 
     def _params(self, step: int, temperature: float) -> SamplingParams:
         cap = locate(self.train.stages, max(step, 1)).stage.max_completion_tokens or self.train.sampling.max_completion_tokens
@@ -158,6 +194,11 @@ class SyncSchedule:
             "heldout/length_mean": sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
             "time/heldout_seconds": time.perf_counter() - begin,
         }
+
+    def _watch(self) -> None:
+        """Raise an alarm when the training reward rises at the cost of the held-out one."""
+        for alarm in watch(read_lines(self.place.directory / METRICS)):
+            self.writer.event("alarm", alarm.reason, step=alarm.step, signal=alarm.signal)
 
     # -- staying alive ----------------------------------------------------------------------------------------------
 

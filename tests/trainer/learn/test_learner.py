@@ -25,14 +25,14 @@ def gradients(learner: Learner, groups: list[Group], samples: list[int] | None =
     """Return loss and gradient of one optimizer step over some samples."""
     prepared = learner.prepare(make_batch(groups), Tally())
     chosen = torch.arange(prepared.batch.num_samples) if samples is None else torch.tensor(samples)
-    loss = learner.accumulate(prepared, chosen, Tally())
-    learner.optimizer.grad_norm()  # fills in zeros where nothing was accumulated
-    flat = torch.cat([p.grad.flatten() for p in learner.optimizer.stepped.values() if p.grad is not None])
+    loss = learner.engine.accumulate(learner.terms(prepared, chosen, Tally()))
+    learner.engine.optimizer.grad_norm()  # fills in zeros where nothing was accumulated
+    flat = torch.cat([p.grad.flatten() for p in learner.engine.optimizer.stepped.values() if p.grad is not None])
     return loss.item(), flat.clone()
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in learner.optimizer.weights().items()}
+    return {name: weight.clone() for name, weight in learner.engine.optimizer.weights().items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_a_loss_written_out_by_hand(make_learner: Make, 
             total = total - advantage * logprobs.sum()
             tokens += len(completion)
     (total / tokens).backward()
-    plain = torch.cat([p.grad.flatten() for p in learner.optimizer.stepped.values() if p.grad is not None])
+    plain = torch.cat([p.grad.flatten() for p in learner.engine.optimizer.stepped.values() if p.grad is not None])
     assert plain.abs().max().item() > 1e-3
     assert torch.allclose(gradient, plain, rtol=1e-3, atol=1e-6)
 
@@ -169,7 +169,7 @@ def test_row_11_dropout_is_off_whenever_log_probs_are_scored(make_learner: Make,
     lora = {"rank": 4, "alpha": 8, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
     algorithm = {"off_policy": {"mode": "decoupled"}, "kl": {"reference": "exact"}}
     learner = make_learner({"method": "lora", "lora": lora, "algorithm": algorithm})
-    for name, weight in learner.optimizer.parameters.items():
+    for name, weight in learner.engine.optimizer.parameters.items():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)  # an adapter that matters
     groups = sample_groups(learner.policy.model)
@@ -224,10 +224,10 @@ def test_row_20_a_loss_that_is_not_finite_changes_no_weight(make_learner: Make, 
     learner = make_learner()
     groups = sample_groups(learner.policy.model)
     learner.step(groups, 1)
-    before, state = weights_of(learner), {k: v.clone() for k, v in learner.optimizer.state().items()}
+    before, state = weights_of(learner), {k: v.clone() for k, v in learner.engine.optimizer.state().items()}
     stats = learner.step(with_reward(groups, 0, math.nan), 2)
-    assert same(before, learner.optimizer.weights())
-    assert same(state, learner.optimizer.state())
+    assert same(before, learner.engine.optimizer.weights())
+    assert same(state, learner.engine.optimizer.state())
     assert (stats.num_skipped, stats.version, stats.metrics["update/skipped"]) == (1, 1, 1)
     kind, reason, facts = learner.events[0]  # type: ignore[attr-defined]
     assert (kind, facts["step"]) == ("skip", 2)
@@ -243,7 +243,7 @@ def test_row_20_only_the_optimizer_step_with_the_bad_sample_is_skipped(make_lear
     assert stats.num_skipped == 2, "one in each pass"
     assert stats.version == 6
     assert math.isfinite(stats.metrics["loss/total"]), "a skipped step is not averaged in"
-    assert all(weight.isfinite().all() for weight in learner.optimizer.weights().values())
+    assert all(weight.isfinite().all() for weight in learner.engine.optimizer.weights().values())
 
 
 def test_row_20_a_bad_weight_is_named_and_too_many_skips_end_the_run(make_learner: Make, sample_groups: Groups) -> None:
@@ -251,10 +251,10 @@ def test_row_20_a_bad_weight_is_named_and_too_many_skips_end_the_run(make_learne
     groups = sample_groups(learner.policy.model)
     name = "model.layers.1.mlp.down_proj.weight"
     with torch.no_grad():
-        learner.optimizer.parameters[name][0, 0] = torch.nan
+        learner.engine.optimizer.parameters[name][0, 0] = torch.nan
     learner.step(groups, 1)
     learner.step(groups, 2)
-    with pytest.raises(DivergedError, match=r"step 3: 3 optimizer steps in a row were not finite .*model\.") as error:
+    with pytest.raises(DivergedError, match=r"step 3: 3 optimizer steps in a row were skipped .*model\.") as error:
         learner.step(groups, 3)
     assert error.value.exit_code == 5
     assert learner.version == 0
@@ -355,6 +355,7 @@ class HandMadeAnchors:
                 logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
                 values, ids = torch.log_softmax(logits, -1).sort(descending=True)
                 self.tables.append((ids[:, :k], values[:, :k], torch.logsumexp(values[:, k:], -1)))
+        self.top_k, self.num_tokens = k, sum(len(completion) for completion in self.completions)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -378,11 +379,25 @@ def test_row_21_anchors_hold_the_policy_at_the_reference(make_learner: Make, mak
     groups = sample_groups(learner.policy.model, reward=lambda index, completion: 0.5)
     assert learner.step(groups, 1).metrics["kl/mean"] == pytest.approx(0.0, abs=1e-5)
     with torch.no_grad():
-        for weight in learner.optimizer.parameters.values():
+        for weight in learner.engine.optimizer.parameters.values():
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     distances = [learner.step(groups, step).metrics["kl/mean"] for step in range(2, 31)]
     assert distances[0] > 0.01
     assert distances[-1] < 0.2 * distances[0]
+
+
+def test_row_21_anchors_read_at_every_step_give_the_same(
+    make_learner: Make, make_model: Any, sample_groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for resident in (2**26, 0):
+        monkeypatch.setattr("trainer.learn.anchored.RESIDENT_BYTES", resident)
+        term = AnchorTerm(HandMadeAnchors(make_model(seed=1), k=6), batch_size=4, micro_batch_tokens=12, seed=0)
+        learner = make_learner({"algorithm": {"kl": {"reference": "anchors", "coefficient": 1.0}}}, anchors=term)
+        results.append(gradients(learner, sample_groups(learner.policy.model, reward=lambda index, completion: 0.5)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert results[0][0] > 0.01
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-7)
 
 
 def test_anchors_come_in_shuffled_epochs_that_the_update_decides(make_model: Any) -> None:
@@ -400,8 +415,8 @@ def test_an_rl_stage_begins_with_a_fresh_optimizer_and_its_own_rate(make_learner
     rates = [learner.step(groups, step).metrics["lr"] for step in (1, 2)]
     weights = weights_of(learner)
     learner.begin_stage(learner.train.stages[1])
-    assert same(weights, learner.optimizer.weights())
-    assert learner.optimizer.state() == {}
+    assert same(weights, learner.engine.optimizer.weights())
+    assert learner.engine.optimizer.state() == {}
     assert learner.length_cap == 9
     rates += [learner.step(groups, step).metrics["lr"] for step in (3, 4, 5)]
     assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4 * 0.75, 5e-4 * 0.5])

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from trainer.reward import isolation
-from trainer.reward.code import CodeChannel, self_test, to_job
+from trainer.errors import ConfigError
+from trainer.reward.code import CodeChannel, choose_kind, to_job
 from trainer.reward.pool import Finding, Pool
 from trainer.reward.sandbox.jail import Limits
 from trainer.types import Prompt
@@ -23,7 +23,7 @@ assert _SPEC.loader is not None
 hostile = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(hostile)
 
-TIGHT = vars(Limits(wall_seconds=1.0, cpu_seconds=1, memory_bytes=256 * 1024**2))
+TIGHT = vars(Limits(wall_seconds=0.5, cpu_seconds=1, memory_bytes=256 * 1024**2))
 ROOMY = vars(Limits(wall_seconds=60.0, cpu_seconds=60))
 HONEST = "def add(a, b):\n    import os\n    return a + b if os.listdir('/tmp') == [] else None\n"
 HONEST_SCRIPT = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -48,12 +48,13 @@ def jobs() -> list[dict[str, Any]]:
     return made
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "namespaces"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("namespaces", marks=pytest.mark.smoke)])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    problem = isolation.available(request.param) or self_test(request.param)
-    if problem:
-        pytest.skip(f"{request.param} does not isolate on this machine: {problem}")
-    made = Pool([CodeChannel(request.param) for _ in range(4)], 120.0)
+    try:
+        kind = choose_kind(request.param)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    made = Pool([CodeChannel(kind) for _ in range(4)], 120.0)
     yield made
     made.close()
 

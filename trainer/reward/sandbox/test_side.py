@@ -37,6 +37,8 @@ class Keeper:
         self.trainer, self.candidates = trainer, candidates
 
     def run(self) -> None:
+        self._order({"kill": 0, "wait_seconds": 0.0})  # answered as soon as the candidate side is up
+        self.trainer.sendall(frame(codec.dumps("ready")))
         while (body := read_frame(self.trainer)) is not None:
             for index, job in codec.loads(body):
                 start = time.monotonic()

@@ -1,0 +1,130 @@
+"""The command line: what it says, how it fails, and that it is quick because it imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.workspaces import resolve_config, resolve_workspace
+from tasks.workspace import REPOSITORY
+from trainer.errors import ConfigError
+
+HEAVY = ("torch", "prefect", "mlflow", "transformers", "dvc", "sqlalchemy", "pandas")
+PROBE = """
+import sys
+from flows.cli import main
+sys.argv = ["tithe", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("HEAVY", [name for name in {heavy!r} if name in sys.modules])
+"""
+
+
+def tithe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = PROBE.format(heavy=HEAVY)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_help_has_examples_and_imports_nothing_heavy() -> None:
+    done = tithe("--help")
+    assert done.returncode == 0
+    for word in ("run", "resume", "up", "evaluate", "recipes/smollm2.yaml"):
+        assert word in done.stdout
+    assert "HEAVY []" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "up", "status", "initialise", "evaluate"])
+def test_every_command_has_help(command: str) -> None:
+    done = tithe(command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["run", "-S", "train.batch.group_sise=4"], 2, "train.batch.group_sise = 4: unknown key; did you mean 'group_size'?"),
+        (["run", "-S", "train.batch.group_size=1"], 2, "train.batch.group_size = 1: a group of one has no baseline"),
+        (["run", "-S", "train.batch.group_size=many"], 2, "train.batch.group_size = 'many'"),
+        (["run", "-S", "novalue"], 2, "expected key=value"),
+        (["run", "recipes/absent.yaml"], 2, "recipes/absent.yaml"),
+        (["train", "-S", "train.sampling.top_p=0.9"], 2, "train.sampling.top_p = 0.9"),
+        (["resume", "-S", "campaign.name=never-begun"], 2, "no such run was begun"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_heavy_is_imported(arguments: list[str], code: int, said: str) -> None:
+    done = tithe(*arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "HEAVY []" in done.stdout
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    done = tithe("run", "--nonsense")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
+
+
+def test_the_default_campaign_lives_in_the_repository_and_any_other_beside_it(tmp_path: Path) -> None:
+    assert resolve_workspace(resolve_config(None)).root == REPOSITORY
+    assert resolve_workspace(resolve_config(None, ["machine.threads=1", "limits.retries=0"])).root == REPOSITORY
+    changed = resolve_config(None, ["train.optimizer.learning_rate=3e-4"])
+    assert resolve_workspace(changed).root == REPOSITORY / "campaigns" / "quickstart"
+    recipe = tmp_path / "My Recipe.yaml"
+    recipe.write_text("train: {optimizer: {learning_rate: 3.0e-4}}\n")
+    assert resolve_config(recipe).campaign.name == "my-recipe"
+    assert resolve_config(recipe, ["campaign.name=other"]).campaign.name == "other"
+    recipe.write_text("campaign: {name: named}\n")
+    assert resolve_workspace(resolve_config(recipe)).root == REPOSITORY / "campaigns" / "named"
+    assert resolve_workspace(resolve_config(recipe), root=tmp_path).root == tmp_path
+
+
+def test_resume_names_the_runs_that_there_are(tiny: Any) -> None:
+    from flows.workspaces import Workspace
+
+    assert isinstance(tiny.workspace, Workspace)
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve_config(tiny.root / "absent.yaml")
+
+
+@pytest.mark.smoke
+def test_status_resume_and_busy(tiny: Any, eventually: Any) -> None:
+    tiny.plan(seconds=0.3, steps=30)
+    process = tiny.start("--plain", "--no-tracking")
+    tiny.wait_for_step(2)
+    command = [word for word in tiny.command() if word != "--no-fork"]
+    command[3] = "status"
+    status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    rows = {line.split("│")[1].strip(): line for line in status.splitlines() if line.startswith("│")}
+    assert "current" in rows["prepare"]
+    assert "missing" in rows["train"]
+    assert "learning, step" in rows["train"]
+    refused = tiny.run("--plain", "--no-tracking")
+    assert refused.returncode == 7
+    assert f"pid {process.pid}" in refused.stderr
+    assert "campaign.name" in refused.stderr
+    os.kill(process.pid, 15)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
+    tiny.plan(seconds=0, steps=30)
+    command = tiny.command("--plain", "--no-tracking")
+    command[3] = "resume"
+    resumed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    assert "resuming attempt 1, which ended KILLED: prepare current" in resumed
+
+
+@pytest.mark.smoke
+def test_a_forked_campaign_is_the_same(tiny: Any) -> None:
+    command = ["--fork" if word == "--no-fork" else word for word in tiny.command("--plain", "--no-tracking")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert tiny.made == ["prepare", "train", "evaluate", "report"]
+    assert done.stderr == ""

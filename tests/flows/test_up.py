@@ -1,0 +1,102 @@
+"""`tithe up`, really: both servers answer, a busy port is named, Ctrl-C ends both, and the history stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.server import addresses, answers, find_server, free_port
+from flows.up import check_port
+from tasks.locks import Owner
+from trainer.errors import BusyError
+
+
+def test_a_port_in_use_is_named_with_the_option_that_chooses_another() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(BusyError, match=rf"port {port} .*--mlflow-port"):
+            check_port(port, "--mlflow-port")
+
+
+def up(prefect_port: int, mlflow_port: int) -> subprocess.Popen[str]:
+    ports = ["--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "up", *ports], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if word in line:
+            return lines
+    raise AssertionError("\n".join(lines))
+
+
+@pytest.mark.smoke
+def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
+    tiny: Any, state: Path, prefect_server: str, eventually: Any
+) -> None:
+    prefect_port, mlflow_port = free_port(), free_port()
+    process = up(prefect_port, mlflow_port)
+    try:
+        lines = read_until(process, "Ctrl-C")
+        assert any(f"http://127.0.0.1:{prefect_port}" in line for line in lines)
+        assert any(f"http://127.0.0.1:{mlflow_port}" in line for line in lines)
+        assert find_server() == f"http://127.0.0.1:{prefect_port}/api"
+        assert answers(f"http://127.0.0.1:{prefect_port}/dashboard")
+        second = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "up"], capture_output=True, text=True, check=False, timeout=240
+        )
+        assert second.returncode == 7
+        assert "already runs" in second.stderr
+        done = tiny.run()
+        assert done.returncode == 0, done.stderr
+        assert f"MLflow: http://127.0.0.1:{mlflow_port}/#/experiments/" in done.stdout
+        import httpx
+
+        body = {"flow_runs": {"name": {"any_": [tiny.workspace.run_id]}}}
+        assert len(httpx.post(f"http://127.0.0.1:{prefect_port}/api/flow_runs/filter", json=body).json()) == 1
+        experiment = httpx.get(
+            f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow/experiments/get-by-name", params={"experiment_name": "tiny"}
+        ).json()["experiment"]
+        found = httpx.post(
+            f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow/runs/search", json={"experiment_ids": [experiment["experiment_id"]]}
+        ).json()["runs"]
+        names = {run["info"]["run_name"] for run in found}
+        assert {tiny.workspace.run_id, "prepare", "train", "evaluate", "report"} <= names
+        assert {run["info"]["status"] for run in found} == {"FINISHED"}
+    finally:
+        os.kill(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, rest
+    assert "stopped" in rest
+    assert not addresses()
+    check_port(prefect_port, "--prefect-port")
+    check_port(mlflow_port, "--mlflow-port")
+
+
+@pytest.mark.smoke
+def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, eventually: Any) -> None:
+    prefect_port, mlflow_port = free_port(), free_port()
+    process = up(prefect_port, mlflow_port)
+    read_until(process, "Ctrl-C")
+    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    owners = [Owner.of(pid) for pid in children]
+    assert len(owners) == 2
+    process.kill()
+    process.communicate(timeout=30)
+    eventually(lambda: not any(owner.is_alive for owner in owners))
+    eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"))
+    assert find_server() is None

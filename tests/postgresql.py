@@ -1,0 +1,55 @@
+"""A private PostgreSQL server for tests."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def postgresql_programs() -> Path | None:
+    """Return the folder with initdb and postgres, or None where PostgreSQL is not installed."""
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    found = versions[-1:] or [Path(p) for p in [shutil.which("initdb")] if p]
+    return found[0].parent if found else None
+
+
+@pytest.fixture(scope="session")
+def postgresql_url() -> Iterator[str]:
+    """The address of a private server; it runs without root's rights, which PostgreSQL refuses to have."""
+    programs = postgresql_programs()
+    if programs is None:
+        if os.environ.get("CI"):
+            pytest.fail("PostgreSQL is not installed; .ci/run should have done that")
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    as_user: dict[str, Any] = {}
+    directory = Path(tempfile.mkdtemp(prefix="tithe-pg-"))
+    if os.getuid() == 0:
+        nobody = pwd.getpwnam("nobody")
+        as_user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        os.chown(directory, nobody.pw_uid, nobody.pw_gid)
+    data = directory / "data"
+    run: dict[str, Any] = {**as_user, "cwd": directory, "capture_output": True, "text": True}
+    made = subprocess.run([programs / "initdb", "-D", data, "-U", "tithe", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
+    assert made.returncode == 0, made.stderr
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+    with open(directory / "log", "wb") as log:
+        arguments = [programs / "pg_ctl", "-D", data, "-w", "-t", "60", "-o", settings, "start"]
+        started = subprocess.run(arguments, **as_user, cwd=directory, stdout=log, stderr=log)
+    assert started.returncode == 0, (directory / "log").read_text()
+    try:
+        yield f"postgresql://tithe@127.0.0.1:{port}/postgres"
+    finally:
+        subprocess.run([programs / "pg_ctl", "-D", data, "-m", "immediate", "stop"], **run)
+        shutil.rmtree(directory, ignore_errors=True)

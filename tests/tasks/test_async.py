@@ -1,0 +1,347 @@
+"""The async schedule as people run it: real processes, killed, frozen and stopped; each time the consumption log is asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from sqlalchemy import create_engine, text
+
+from tasks.registry import get_stage
+from tasks.replay import replay_run
+from tasks.stage import run_stage
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.config import CampaignConfig, as_tree, validate
+from trainer.config.load import lay_over
+from trainer.errors import MismatchError, StopRequested
+from trainer.experience.database import Database
+from trainer.experience.pool import Pool, Step
+from trainer.files import sha256_file, write_json
+from trainer.metrics import read_lines
+from trainer.prompts import read_prompts
+from trainer.schedule.terms import pool_url
+
+pytestmark = pytest.mark.smoke
+
+END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
+STEPS, GROUPS, LAG = 12, 4, 4
+TREE: dict[str, Any] = {
+    "campaign": {"name": "async"},
+    "prepare": {
+        "sources": [
+            {
+                "source": "reasoning_gym:basic_arithmetic",
+                "num_rows": 200,
+                "prompt_template": "{expression}=",
+                "remove_whitespace": True,
+                "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]},
+            }
+        ],
+        "heldout_fraction": 0.2,
+    },
+    "base": {
+        "source": "scratch",
+        "scratch": {"alphabet": "0123456789+-()=", "hidden_size": 32, "num_layers": 1, "steps": 40, "decay_steps": 10},
+    },
+    "anchors": {"num_prompts": 0},
+    "train": {
+        "method": "lora",
+        "schedule": "async",
+        "lora": {"rank": 4, "alpha": 8},
+        "optimizer": {"learning_rate": 1e-3},
+        "batch": {"prompts_per_step": GROUPS, "group_size": 4, "minibatches": 2},
+        "sampling": {"max_completion_tokens": 4},
+        "sampler": {"slots": 16, "groups_per_claim": 2},
+        "sync": {"sync_every": 2, "max_policy_update_lag": LAG},
+        "stages": [{"steps": STEPS}],
+        "heldout": {"every_steps": 0},
+        "checkpoints": {"every_steps": 5},
+    },
+    "reward": {"verifier": "regex", "pattern": "^[0-4]", "num_workers": 1},
+    "preflight": {"num_prompts": 0},
+    "machine": {"device": "cpu", "threads": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts, base and anchors, made once."""
+    root = tmp_path_factory.mktemp("inputs")
+    workspace = Workspace(root, validate(TREE))
+    for name in ("prepare", "base", "anchors"):
+        run_stage(workspace, get_stage(name))
+    return root / "artifacts"
+
+
+@dataclass
+class Trial:
+    """One campaign's train stage in a workspace of its own, as a process that can be killed."""
+
+    root: Path
+    config: CampaignConfig
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def workspace(self) -> Workspace:
+        return Workspace(self.root, self.config)
+
+    @property
+    def run(self) -> Path:
+        return self.workspace.run / "train"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        write_json(self.root / "config.json", as_tree(self.config))
+        arguments = ["train", "--workspace", str(self.root), "--config", str(self.root / "config.json"), "--no-tracking"]
+        environment = {**os.environ, **self.environment, "PYTHONPATH": str(REPOSITORY)}
+        with open(self.root / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tasks", *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log
+            )
+        return self.process
+
+    def finish(self) -> None:
+        assert self.process is not None
+        assert self.process.wait(600) == 0, (self.root / "log").read_text()
+
+    def pool(self) -> Pool:
+        prompts = {prompt.id: prompt for prompt in read_prompts(self.root / "artifacts" / "prompts", "train")}
+        database = Database(pool_url(self.config.train, self.run), str(self.run.resolve()), 30.0)
+        return Pool(database, self.workspace.identity(get_stage("train")), prompts, "test", 60.0)
+
+    def steps(self) -> list[Step]:
+        pool = self.pool()
+        try:
+            return pool.steps()
+        finally:
+            pool.close()
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until the log holds so many steps."""
+        self.wait(lambda: len(read_lines(self.run / "metrics.jsonl")) >= number)
+
+    def wait(self, ready: Callable[[], object]) -> None:
+        end = time.monotonic() + 600
+        while not ready():
+            assert self.process is not None
+            assert self.process.poll() is None, (self.root / "log").read_text()
+            assert time.monotonic() < end, (self.root / "log").read_text()
+            time.sleep(0.02)
+
+    def sampler_pid(self, name: str = "s0") -> int | None:
+        pool = self.pool()
+        try:
+            return next((worker.pid for worker in pool.workers() if worker.id == name and "start" not in worker.doing), None)
+        finally:
+            pool.close()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self.run / "events.jsonl") if event["kind"] == kind]
+
+    def check_log(self, num_steps: int = STEPS) -> None:
+        """Every step used its number of groups, no group counts twice, none is lost, none was too old."""
+        pool = self.pool()
+        try:
+            steps, counts = pool.steps(), pool.counts()
+            assert [step.step for step in steps] == list(range(1, num_steps + 1))
+            assert [step.version_before for step in steps] == [0, *(step.version_after for step in steps[:-1])]
+            used = Counter(group_id for step in steps for group_id in step.group_ids)
+            assert all(len(step.group_ids) == GROUPS for step in steps)
+            assert set(used.values()) == {1}
+            assert counts["consumed"] == len(used) == num_steps * GROUPS
+            lags = [
+                step.version_before - sample.completion.policy_version
+                for step in steps
+                for group in pool.groups(step.group_ids)
+                for sample in group.samples
+            ]
+            assert min(lags) >= 0
+            assert max(lags) <= LAG
+        finally:
+            pool.close()
+
+
+@pytest.fixture
+def make_trial(artifacts: Path, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    made: list[Trial] = []
+
+    def make(difference: dict[str, Any] | None = None) -> Trial:
+        root = tmp_path / f"trial{len(made)}"
+        shutil.copytree(artifacts, root / "artifacts")
+        trial = Trial(root, validate(lay_over(TREE, difference or {})))
+        made.append(trial)
+        return trial
+
+    yield make
+    for trial in made:
+        if trial.process is not None and trial.process.poll() is None:
+            trial.process.kill()
+            trial.process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial({"train": {"heldout": {"every_steps": 6, "num_prompts": 8}}})
+    trial.start()
+    trial.finish()
+    trial.check_log()
+    lines = {line["step"]: line["metrics"] for line in read_lines(trial.run / "metrics.jsonl")}
+    assert sorted(lines) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert 0 < lines[step]["off_policy/effective_sample_fraction"] <= 1
+        assert 0 < lines[step]["off_policy/kept_fraction"] <= 1
+        shares = [value for name, value in lines[step].items() if name.startswith("lag/share_to_")]
+        assert len(shares) == 5
+        assert sum(shares) == pytest.approx(1)
+        assert lines[step]["mismatch/mean_abs_logprob"] < 0.2
+        assert lines[step]["mismatch/probe"] < 1e-4
+    assert max(lines[step]["lag/max"] for step in range(1, STEPS + 1)) > 0
+    assert "heldout/accuracy" in lines[6]
+    facts = replay_run(trial.workspace.run)
+    assert facts["identical"]
+    assert facts["artifact_identical"]
+    assert facts["versions_compared"] >= 3
+    # a changed sample changes the bits, so the comparison can fail
+    engine = create_engine(pool_url(trial.config.train, trial.run))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE samples SET reward = 5.0 WHERE group_id = 1 AND position = 0"))
+    engine.dispose()
+    assert not replay_run(trial.workspace.run)["identical"]
+
+
+def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    trial.start()
+    trial.wait_for_step(2)
+    pid = trial.sampler_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    trial.finish()
+    trial.check_log()
+    (event,) = trial.events("restart")
+    assert event["culprit"] == "s0"
+    assert event["pid"] == pid
+    assert "SIGKILL" in event["reason"]
+
+
+def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial({"train": {"watchdog": {"deadline_seconds": 4.0}}})
+    trial.start()
+    trial.wait_for_step(2)
+    pid = trial.sampler_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    trial.finish()
+    trial.check_log()
+    events = [event for event in trial.events("restart") if event["pid"] == pid]
+    assert len(events) == 1
+    assert "no sign of life" in events[0]["reason"]
+    assert not is_alive(pid)
+
+
+def test_a_killed_learner_goes_on_to_the_same_bits_and_its_samplers_end_with_it(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    process = trial.start()
+    trial.wait_for_step(8)  # past the checkpoint of step 5
+    pid = trial.sampler_pid()
+    assert pid is not None
+    process.kill()
+    process.wait()
+    before = trial.steps()
+    assert 8 <= len(before) < STEPS
+    end = time.monotonic() + 120
+    while is_alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    trial.start()
+    trial.finish()
+    trial.check_log()
+    assert trial.steps()[: len(before)] == before
+    assert any("consumption log" in event["reason"] for event in trial.events("resume"))
+    assert [line["step"] for line in read_lines(trial.run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert replay_run(trial.workspace.run)["identical"]
+
+
+def test_sigterm_ends_everything_in_order_with_a_checkpoint_and_the_run_goes_on(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    process = trial.start()
+    trial.wait_for_step(6)
+    pid = trial.sampler_pid()
+    assert pid is not None
+    process.terminate()
+    assert process.wait(300) == StopRequested.exit_code
+    assert not is_alive(pid)
+    used = trial.steps()
+    checkpoints = sorted(path.name for path in (trial.run / "checkpoints").glob("step_*"))
+    assert checkpoints[-1] == f"step_{len(used):06d}"
+    pool = trial.pool()
+    try:
+        assert pool.counts().get("sampling", 0) == pool.counts().get("learning", 0) == 0
+    finally:
+        pool.close()
+    trial.start()
+    trial.finish()
+    trial.check_log()
+
+
+def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., Trial], postgresql_url: str) -> None:
+    trial = make_trial({"train": {"pool": {"url": postgresql_url}}})
+    trial.start()
+    engine = create_engine(postgresql_url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT")
+    try:
+        for step in (2, 5, 8):
+            trial.wait_for_step(step)
+            with engine.connect() as connection:
+                others = (
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
+                )
+                assert connection.execute(text(others)).all()
+    finally:
+        engine.dispose()
+    trial.finish()
+    trial.check_log()
+    assert replay_run(trial.workspace.run)["identical"]
+
+
+def test_a_run_that_ended_well_is_trained_anew_with_an_empty_pool(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial({"train": {"stages": [{"steps": 2}]}})
+    trial.start()
+    trial.finish()
+    first = sha256_file(trial.root / "artifacts" / "policy" / "adapter_config.json")
+    shutil.rmtree(trial.root / "artifacts" / "policy")
+    trial.start()
+    trial.finish()
+    trial.check_log(2)
+    assert sha256_file(trial.root / "artifacts" / "policy" / "adapter_config.json") == first
+
+
+def test_a_sampler_with_another_base_stops_the_run_and_names_the_cause(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    process = trial.start()
+    trial.wait(lambda: (trial.run / "policies" / "current.json").exists())
+    weights = trial.root / "artifacts" / "base" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 0.5
+    save_file(tensors, weights, {"format": "pt"})
+    assert process.wait(600) == MismatchError.exit_code
+    said = (trial.root / "log").read_text()
+    assert "sampler s0" in said
+    assert "another base" in said
+    assert trial.steps() == []

@@ -1,0 +1,358 @@
+"""The train stage over real inputs, sampler and verifier: stopped, killed and damaged, it ends at the same bits."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tasks.train
+from tasks.registry import StagePaths, get_stage
+from tasks.stage import run_stage
+from tasks.workspace import Workspace
+from trainer.config import CampaignConfig, as_tree, validate
+from trainer.config.load import lay_over
+from trainer.errors import CheckpointError, ConfigError, DivergedError, StopRequested
+from trainer.files import sha256_file, write_json
+from trainer.metrics import read_lines
+from trainer.rollout.embedded import EmbeddedSampler
+
+REPOSITORY = Path(__file__).parents[2]
+CAMPAIGN: dict[str, Any] = {
+    "campaign": {"name": "small"},
+    "prepare": {
+        "sources": [
+            {
+                "name": name,
+                "source": "reasoning_gym:basic_arithmetic",
+                "num_rows": 60,
+                "prompt_template": "{expression}=",
+                "remove_whitespace": True,
+                "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": [operator]},
+            }
+            for name, operator in (("plus", "+"), ("minus", "-"))
+        ],
+        "heldout_fraction": 0.2,
+    },
+    "base": {
+        "source": "scratch",
+        "scratch": {
+            "alphabet": "0123456789+-()=",
+            "hidden_size": 32,
+            "num_heads": 2,
+            "steps": 160,
+            "decay_steps": 0,
+            "batch_size": 32,
+            "learning_rate": 5e-3,
+        },
+    },
+    "anchors": {"num_prompts": 8, "top_k": 4},
+    "train": {
+        "method": "lora",
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1},
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 3},
+        "algorithm": {"kl": {"reference": "anchors", "controller": "adaptive", "coefficient": 0.05, "anchor_batch_size": 4}},
+        "batch": {"prompts_per_step": 4, "group_size": 4, "passes": 2, "minibatches": 2},
+        "sampling": {"max_completion_tokens": 4},
+        "heldout": {"every_steps": 4, "num_prompts": 8},
+        "checkpoints": {"every_steps": 3},
+        "stages": [
+            {"name": "first", "steps": 5, "sources": ["plus"]},
+            {"name": "second", "steps": 5, "sources": ["minus"], "learning_rate": 1e-3, "max_completion_tokens": 3},
+        ],
+    },
+    "reward": {"verifier": "exact"},
+    "preflight": {"num_prompts": 0},
+}
+FULL = {"train": {"method": "full", "algorithm": {"kl": {"reference": "exact"}}}}
+Train = Callable[..., Path]
+
+
+def campaign(difference: dict[str, Any] | None = None) -> CampaignConfig:
+    return validate(lay_over(CAMPAIGN, difference or {}))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prompts, base and anchors, made once by their own stages."""
+    workspace = Workspace(tmp_path_factory.mktemp("inputs"), campaign())
+    for name in ("prepare", "base", "anchors"):
+        run_stage(workspace, get_stage(name))
+    return {name: workspace.artifact(name) for name in ("prompts", "base", "anchors")}
+
+
+def run_train(inputs: dict[str, Path], root: Path, config: CampaignConfig, identity: str = "0" * 64) -> Path:
+    """Run the stage's function in the run directory `root`; return the artifact."""
+    out = root.with_name(f"{root.name}-policy")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    root.mkdir(exist_ok=True)
+    tasks.train.run(config, StagePaths(inputs, out, root, identity))
+    return out
+
+
+@pytest.fixture
+def train(inputs: dict[str, Path], tmp_path: Path) -> Train:
+    def run(difference: dict[str, Any] | None = None, run: str = "run", identity: str = "0" * 64) -> Path:
+        return run_train(inputs, tmp_path / run, campaign(difference), identity)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of an uninterrupted run's artifact."""
+    return digests(run_train(inputs, tmp_path_factory.mktemp("whole") / "run", campaign()))
+
+
+def stop_in_generation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Send this process a SIGTERM inside the sampler's call of this number."""
+    generate, calls = EmbeddedSampler.generate, []
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", counted)
+
+
+def digests(artifact: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in sorted(artifact.iterdir()) if path.name != "manifest.json"}
+
+
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in read_lines(run / "metrics.jsonl")]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run / "events.jsonl") if line["kind"] == kind]
+
+
+def test_lora_writes_an_adapter_that_plain_peft_loads(train: Train, inputs: dict[str, Path], tmp_path: Path) -> None:
+    out = train()
+    assert sorted(p.name for p in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "curve.csv"]
+    base = AutoModelForCausalLM.from_pretrained(inputs["base"])
+    ids = torch.tensor([[4, 5, 6]])
+    before = base(ids).logits.detach()
+    assert not torch.allclose(PeftModel.from_pretrained(base, out)(ids).logits, before, atol=1e-3)
+    assert steps(tmp_path / "run") == list(range(11))
+
+
+def test_full_writes_a_model_that_plain_transformers_loads(train: Train, inputs: dict[str, Path]) -> None:
+    out = train(FULL)
+    trained, base = (AutoModelForCausalLM.from_pretrained(directory) for directory in (out, inputs["base"]))
+    text = "1+2="
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == AutoTokenizer.from_pretrained(inputs["base"])(text).input_ids
+    moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_the_curve_has_one_row_a_step_and_nothing_that_time_decides(train: Train, whole: dict[str, str]) -> None:
+    out = train()
+    assert digests(out) == whole, "another time, another directory, the same bytes"
+    rows = list(csv.DictReader((out / "curve.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == [str(step) for step in range(11)]
+    assert [row["step"] for row in rows if row["heldout_accuracy"]] == ["0", "4", "8", "10"]
+    assert not [column for column in rows[0] if "second" in column or "byte" in column]
+    assert all(row["kl_mean"] and row["entropy"] and row["learning_rate"] for row in rows[1:])
+
+
+def test_metrics_tell_cost_and_progress(train: Train, tmp_path: Path) -> None:
+    train()
+    lines = [line["metrics"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    last = lines[-1]
+    expected = {"time/sample_seconds", "time/reward_seconds", "time/learn_seconds", "throughput/samples_per_second"}
+    assert expected | {"throughput/tokens_per_second", "memory/rss_bytes", "lr"} <= last.keys()
+    assert max(line.get("mismatch/max_abs_logprob", -1.0) for line in lines) >= 0, "compared wherever the first minibatch trains"
+    assert last["policy/version"] == 10 * 2 * 2
+    assert last["completion/length_max"] <= 3
+
+
+def test_stages_take_their_own_prompts_caps_and_rates(
+    train: Train, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, seen = EmbeddedSampler.generate, []
+
+    def spy(self: Any, requests: Any, params: Any) -> Any:
+        if params.temperature > 0:
+            seen.append(({request.prompt_id for request in requests}, params.max_completion_tokens))
+        return generate(self, requests, params)
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", spy)
+    train()
+    prompts = tasks.train.read_prompts(inputs["prompts"], "train")
+    source = {prompt.id: prompt.source for prompt in prompts}
+    assert [{source[i] for i in ids} for ids, _ in seen] == [{"plus"}] * 5 + [{"minus"}] * 5
+    assert [cap for _, cap in seen] == [4] * 5 + [3] * 5
+    rates = [line["metrics"]["lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")[1:]]
+    assert max(rates[:5]) > 2e-3
+    assert max(rates[5:]) <= 1e-3
+
+
+@pytest.mark.parametrize("call", [1, 4, 9, 13])
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Stopped before the first step, in the first RL stage, at its end, in the second."""
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, call)
+        with pytest.raises(StopRequested, match="SIGTERM after a checkpoint") as error:
+            train()
+    assert error.value.exit_code == 75
+    assert digests(train()) == whole
+    assert steps(tmp_path / "run") == list(range(11))
+    assert len(events(tmp_path / "run", "resume")) == (0 if call == 1 else 1)
+
+
+def test_a_stopped_full_run_goes_on_to_the_same_bits(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frozen reference is the base again, not the checkpoint."""
+    expected = digests(train(FULL, run="whole"))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 8)
+        with pytest.raises(StopRequested):
+            train(FULL)
+    assert digests(train(FULL)) == expected
+
+
+def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
+    train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 11)
+        with pytest.raises(StopRequested):
+            train()
+    newest, before = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))[::-1]
+    os.truncate(newest / "weights.safetensors", 100)
+    assert digests(train()) == whole
+    assert steps(tmp_path / "run") == list(range(11))
+    [passed_over], [resumed] = events(tmp_path / "run", "rollback"), events(tmp_path / "run", "resume")
+    assert newest.name in passed_over["reason"]
+    assert f"step_{resumed['step']:06d}" == before.name
+
+
+def test_another_runs_checkpoints_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 5)
+        with pytest.raises(StopRequested):
+            train()
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        train(identity="1" * 64)
+
+
+def test_a_run_that_ended_well_begins_anew(train: Train, whole: dict[str, str], tmp_path: Path) -> None:
+    train()
+    write_json(tmp_path / "run" / "result.json", {})
+    assert digests(train()) == whole
+    assert steps(tmp_path / "run") == list(range(11))
+    assert events(tmp_path / "run", "resume") == []
+
+
+def test_killed_between_the_last_checkpoint_and_the_artifact_it_only_writes_the_artifact(
+    train: Train, whole: dict[str, str], tmp_path: Path
+) -> None:
+    train()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert digests(train()) == whole
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+
+
+def test_completions_past_the_models_positions_are_refused(train: Train) -> None:
+    with pytest.raises(ConfigError, match=r"train.sampling.max_completion_tokens = 4000: .* set at most \d+"):
+        train({"train": {"sampling": {"max_completion_tokens": 4000}}})
+
+
+def distort(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Make the sampler report log-probs that are not those of its policy."""
+    generate = EmbeddedSampler.generate
+
+    def lying(self: Any, *arguments: Any) -> Any:
+        return [replace(c, logprobs=tuple(v - by for v in c.logprobs)) for c in generate(self, *arguments)]
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", lying)
+
+
+def test_row_10_samples_that_are_not_the_policys_end_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=1.0)
+    with pytest.raises(DivergedError, match=r"step \d: learner and sampler are (0.9|1)\S* nats apart"):
+        train()
+
+
+def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=0.1)
+    train({"train": {"lora": {"dropout": 0.0}}})
+    alarms = [event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "mismatch"]
+    assert alarms
+    assert "0.1 nats apart" in alarms[0]["reason"]
+
+
+# -- killed for real -----------------------------------------------------------------------------------------------------
+
+
+def make_workspace(root: Path, inputs: dict[str, Path], config: CampaignConfig) -> Path:
+    for name, directory in inputs.items():
+        shutil.copytree(directory, root / "artifacts" / name)
+    write_json(root / "config.json", as_tree(config))
+    return root
+
+
+def start(root: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-m", "tasks.train", "--config", "config.json", "--run-dir", "run"]
+    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def kill_at(root: Path, step: int) -> None:
+    """Start the stage and kill it once the line of a step is written."""
+    process, deadline = start(root), time.monotonic() + 120
+    while process.poll() is None and max(steps(root / "run" / "train"), default=-1) < step:
+        assert time.monotonic() < deadline, f"no line of step {step}"
+        time.sleep(0.002)
+    process.kill()
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+
+
+@pytest.mark.smoke
+def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, inputs: dict[str, Path], tmp_path: Path) -> None:
+    """Against the same campaign in this process, so that equal bits do not hang on one process either."""
+    longer = {"train": {"stages": [{"name": "first", "steps": 12}, {"name": "second", "steps": 12}]}}
+    expected = digests(train(longer, run="whole"))
+    killed = make_workspace(tmp_path / "killed", inputs, campaign(longer))
+    for point in sorted(random.Random(20).sample(range(1, 20), 3)):
+        kill_at(killed, point)
+    process = start(killed)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert digests(killed / "artifacts" / "policy") == expected
+    assert steps(killed / "run" / "train") == list(range(25))
+
+
+@pytest.mark.smoke
+def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path], tmp_path: Path) -> None:
+    root = make_workspace(tmp_path / "stopped", inputs, campaign())
+    process, deadline = start(root), time.monotonic() + 120
+    while not steps(root / "run" / "train") and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert errors.strip() == "error: stopped by SIGTERM after a checkpoint; run the same command again to go on"
+    done = steps(root / "run" / "train")[-1]
+    assert (root / "run" / "train" / "checkpoints" / f"step_{done:06d}").is_dir() or done == 0
+    assert not (root / "artifacts" / "policy").exists()

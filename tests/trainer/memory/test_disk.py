@@ -1,0 +1,195 @@
+"""Layers on a disk: the same results as in memory, few slots, whole steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.memory.kit import loss_of, make_model, make_works
+from trainer.config.schema import Optimizer
+from trainer.engine.heartbeat import Heartbeat
+from trainer.engine.port import Term
+from trainer.engine.stateless import StatelessEngine
+from trainer.memory.anatomy import Anatomy
+from trainer.memory.build import resident, streamed
+from trainer.memory.device import DeviceSource, HostLane
+from trainer.memory.disk import CURRENT, DiskSource
+from trainer.memory.source import LayerSource, MemorySource
+
+
+def on_a_device(inner: LayerSource, prefetch: int) -> DeviceSource:
+    """Put device slots in front of a source, with host copies that are done at once."""
+    return DeviceSource(inner, HostLane(), 2**17, prefetch)
+
+
+def make_engine(
+    kind: str,
+    dtype: torch.dtype,
+    directory: Path | None,
+    prefetch: int = 2,
+    resident_layers: int = 0,
+    split: bool = False,
+    device: str = "",
+) -> StatelessEngine:
+    if directory is None:
+        residency = resident(make_model(kind, dtype), split=split, block_elements=640)
+    else:
+        stay = {f"layers.{index}{half}" for index in range(resident_layers) for half in ("", ".low")}
+
+        def make(anatomy: Anatomy, units: Iterator[tuple[str, Tensor]]) -> LayerSource:
+            if device == "memory":
+                return on_a_device(MemorySource({name: flat.clone() for name, flat in units}, None), prefetch)
+            more = prefetch + 3 if device else 0
+            disk = DiskSource(directory, units, prefetch=prefetch, resident=stay, split=split, more_slots=more)
+            return on_a_device(disk, prefetch) if device else disk
+
+        residency = streamed(make_model(kind, dtype), make, split=split, block_elements=640)
+    config = Optimizer(kind="stateless", rule="rms", learning_rate=1e-3)
+    return StatelessEngine(residency, config, Heartbeat(0.0, warmup=3), temperature=1.0, seed=7, chunk_elements=200)
+
+
+def make_terms() -> list[Term]:
+    return [Term(work, partial(loss_of, index)) for index, work in enumerate(make_works())]
+
+
+def weights(engine: StatelessEngine) -> dict[str, Tensor]:
+    return {name: flat.clone() for name, flat in engine.weights().items()}
+
+
+CASES: list[dict[str, Any]] = [
+    {"kind": "llama", "dtype": torch.float32},
+    {"kind": "llama", "dtype": torch.float32, "prefetch": 0},
+    {"kind": "llama_tied", "dtype": torch.bfloat16, "prefetch": 1},
+    {"kind": "qwen3_moe", "dtype": torch.bfloat16, "split": True},
+    {"kind": "gemma3", "dtype": torch.bfloat16, "split": True, "prefetch": 0},
+    {"kind": "llama", "dtype": torch.bfloat16, "resident_layers": 2},
+    {"kind": "llama", "dtype": torch.bfloat16, "resident_layers": 1, "split": True, "prefetch": 4},
+    {"kind": "llama", "dtype": torch.bfloat16, "device": "disk"},
+    {"kind": "llama_tied", "dtype": torch.bfloat16, "split": True, "prefetch": 0, "device": "disk"},
+    {"kind": "llama", "dtype": torch.bfloat16, "split": True, "prefetch": 1, "device": "memory"},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiered_equals_resident_bit_for_bit(case: dict[str, Any], tmp_path: Path) -> None:
+    tiered = make_engine(directory=tmp_path / "tiers", **case)
+    memory = make_engine(case["kind"], case["dtype"], None, split=case.get("split", False))
+    works = make_works()
+    for number in range(3):
+        for one, other in zip(tiered.score(works), memory.score(works), strict=True):
+            assert torch.equal(one.logprobs_TK, other.logprobs_TK)
+        outcome = tiered.step(make_terms(), 1e-3, number)
+        assert outcome.applied
+        assert memory.step(make_terms(), 1e-3, number).loss == outcome.loss
+    held, expected = weights(tiered), weights(memory)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
+    ids = works[0].input_ids_BS
+    with torch.no_grad():
+        model, other_model = tiered.residency.anatomy.model, memory.residency.anatomy.model
+        assert torch.equal(model(input_ids=ids).logits, other_model(input_ids=ids).logits)
+    tiered.residency.source.shutdown()
+
+
+@pytest.mark.parametrize("layer", ["head", "layers.2", "layers.0", "embedding"])
+@pytest.mark.parametrize(("resident_layers", "device"), [(0, ""), (2, ""), (0, "disk")])
+def test_a_nan_leaves_every_file_as_it_was(
+    layer: str, resident_layers: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.engine import stateless
+
+    engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers", resident_layers=resident_layers, device=device)
+    engine.step(make_terms(), 1e-3, 0)
+    before, manifest = weights(engine), (tmp_path / "tiers" / CURRENT).read_text()
+    real = stateless.Watch.passes
+    monkeypatch.setattr(
+        stateless.Watch, "passes", lambda self, group, squares: real(self, group, squares * (math.nan if group == layer else 1.0))
+    )
+    assert not engine.step(make_terms(), 1e-3, 1).applied
+    monkeypatch.undo()
+    after = weights(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert (tmp_path / "tiers" / CURRENT).read_text() == manifest
+    twin = make_engine("llama", torch.bfloat16, None)
+    for name, flat in before.items():
+        twin.residency.source.put(name, flat)
+    twin.residency.refresh_outer()
+    assert engine.step(make_terms(), 1e-3, 1).loss == twin.step(make_terms(), 1e-3, 1).loss
+    after, expected = weights(engine), weights(twin)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_files_have_stable_names_and_the_manifest_says_which_counts(tmp_path: Path) -> None:
+    engine = make_engine("llama", torch.float32, tmp_path / "tiers")
+    engine.step(make_terms(), 1e-3, 0)
+    manifest = json.loads((tmp_path / "tiers" / CURRENT).read_text())
+    assert manifest["layers.1"]["version"] == 1
+    flat = engine.weights()["layers.1"]
+    assert (tmp_path / "tiers" / "layers.1.1").stat().st_size == manifest["layers.1"]["bytes"] == flat.nbytes
+    assert {path.name.rsplit(".", 1)[0] for path in (tmp_path / "tiers").glob("layers.*")} == {f"layers.{i}" for i in range(3)}
+
+
+def test_memory_is_a_few_slots_whatever_the_depth(tmp_path: Path) -> None:
+    units = [(f"layers.{index}", torch.full((1000,), float(index))) for index in range(50)]
+    source = DiskSource(tmp_path / "t", iter(units), prefetch=2)
+    assert source.slot_bytes == 4 * 4000
+    source.shutdown()
+
+
+def test_reading_ahead_finds_every_unit_there(tmp_path: Path) -> None:
+    names = [f"layers.{index}" for index in range(8)]
+    source = DiskSource(tmp_path / "t", ((n, torch.full((2**20,), float(i))) for i, n in enumerate(names)), prefetch=2)
+    source.begin()
+    order = [*names, *reversed(names)]
+    source.expect(order)
+    for name in order:
+        flat = source.open(name)
+        assert flat[0] == flat[-1] == float(name.split(".")[1])
+        torch.linalg.vector_norm(flat.view(1024, 1024) @ flat.view(1024, 1024))  # work to hide the reading behind
+        source.close(name)
+    source.commit()
+    metrics = source.metrics()
+    assert metrics["tiers/hit_fraction"] > 0.5
+    assert metrics["tiers/read_bytes"] < 2 * 8 * 2**22, "layers at the turn are not read twice"
+    source.shutdown()
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_any_order_of_visits_and_writes_is_right(device: bool, tmp_path: Path) -> None:
+    """A random walk over units, with plans that come true and plans that do not, steps that end well and steps that do not."""
+    draw = random.Random(0)
+    names = [f"layers.{index}" for index in range(6)]
+    units = ((name, torch.zeros(10 + i)) for i, name in enumerate(names))
+    source: LayerSource = DiskSource(tmp_path / "t", units, prefetch=2, more_slots=5 if device else 0)
+    if device:
+        source = on_a_device(source, 2)
+    held = dict.fromkeys(names, 0.0)
+    for _ in range(60):
+        source.begin()
+        step, order = dict(held), [draw.choice(names) for _ in range(8)]
+        source.expect(order if draw.random() < 0.7 else [draw.choice(names) for _ in range(8)])
+        for name in order:
+            flat = source.open(name)
+            assert flat.unique().tolist() == [step[name]]
+            changed = draw.random() < 0.5
+            if changed:
+                step[name] += 1
+                flat.fill_(step[name])
+            source.close(name, changed)
+        if draw.random() < 0.5:
+            source.commit()
+            held = step
+        else:
+            source.rollback()
+        assert {name: flat.unique().item() for name, flat in source.peek()} == held
+    source.shutdown()
+    assert not (tmp_path / "t").exists()

@@ -1,0 +1,91 @@
+"""From the configuration to weights in their place and an engine over them, for the choices that run layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.config.schema import Memory, Train
+from trainer.engine.heartbeat import Heartbeat
+from trainer.engine.stateless import StatelessEngine
+from trainer.memory.anatomy import Anatomy
+from trainer.memory.build import resident, streamed
+from trainer.memory.device import CudaLane, DeviceSource, pinned_buffer, pinned_copy
+from trainer.memory.disk import DiskSource
+from trainer.memory.int8 import Int8Reference
+from trainer.memory.lazy import DirectoryReader, skeleton
+from trainer.memory.residency import Residency
+from trainer.memory.source import LayerSource, MemorySource
+from trainer.policy.load import DTYPES, load_model, pick_device
+
+
+def place_weights(directory: Path, dtype: str, device: str, train: Train, run: Path) -> tuple[PreTrainedModel, Residency]:
+    """Load a base with its weights where the configuration wants them; the model works as a whole.
+
+    Args:
+        directory: of the base.
+        dtype: in which weights are stored.
+        device: `machine.device`.
+        train: the configuration of training.
+        run: the run's directory; journals and cold layers lie in it.
+    """
+    memory, trains = train.memory, train.method == "full"
+    journal = run / "journal" if memory.journal == "disk" else None
+    on = pick_device(device)
+    if memory.weights == "resident" or (memory.source == "host" and on.type == "cpu"):
+        model = load_model(directory, dtype, device)
+        return model, resident(model, trains=trains, split=memory.split, journal_directory=journal)
+    model = skeleton(directory)
+    reader = DirectoryReader(directory, DTYPES[dtype], on, model)
+    cold = (Path(memory.directory) if memory.directory else run) / "tiers"
+
+    def make(anatomy: Anatomy, units: Iterator[tuple[str, Tensor]]) -> LayerSource:
+        if on.type == "cpu":
+            return disk_source(memory, cold, units)
+        largest = max(unit.numel for unit in anatomy.units.values()) * reader.dtype.itemsize
+        inner: LayerSource
+        if memory.source == "disk":
+            inner = disk_source(memory, cold, units, new_buffer=pinned_buffer, more_slots=memory.prefetch + 3)
+        else:
+            inner = MemorySource({name: pinned_copy(flat) for name, flat in units}, journal)
+        return DeviceSource(inner, CudaLane(on), largest, memory.prefetch)
+
+    return model, streamed(model, make, trains=trains, split=memory.split, reader=reader)
+
+
+def place_reference(directory: Path, dtype: str, device: str, train: Train, run: Path) -> Int8Reference:
+    """Quantise a base to 8 bits, layer by layer, and keep it in memory, or on the disk where the weights are tiered there.
+
+    Args:
+        directory, dtype, device, train, run: as in `place_weights`.
+    """
+    memory, model = train.memory, skeleton(directory)
+    reader = DirectoryReader(directory, DTYPES[dtype], pick_device(device), model)
+    cold = (Path(memory.directory) if memory.directory else run) / "reference"
+
+    def on_disk(packed: Iterator[tuple[str, Tensor]]) -> LayerSource:
+        return DiskSource(cold, packed, prefetch=memory.prefetch)
+
+    keep = on_disk if memory.weights == "tiered" and memory.source == "disk" else None
+    return Int8Reference(model, train.sampling.temperature, keep, reader)
+
+
+def disk_source(memory: Memory, directory: Path, units: Iterator[tuple[str, Tensor]], **options: Any) -> DiskSource:
+    """Write a model's units to a disk, but those that are to stay in memory."""
+    stay = {f"layers.{index}{half}" for index in range(memory.resident_layers) for half in ("", ".low")}
+    return DiskSource(directory, units, prefetch=memory.prefetch, resident=stay, split=memory.split, **options)
+
+
+def build_stateless(residency: Residency, train: Train, seed: int) -> StatelessEngine:
+    """Return the stateless engine over weights in their place."""
+    heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
+    return StatelessEngine(residency, train.optimizer, heartbeat, train.sampling.temperature, seed, boundary_device(train.memory))
+
+
+def boundary_device(memory: Memory) -> torch.device | None:
+    return torch.device("cpu") if memory.boundaries == "host" else None

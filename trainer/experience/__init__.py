@@ -1,0 +1,1 @@
+"""The experience pool: the durable store that joins samplers and learner."""
