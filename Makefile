@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
