@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -59,11 +59,14 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := sampler pool rewards overhead trl
+BENCHMARKS := sampler pool rewards overhead memory tiers trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup
 	$(BIN)/python -m benchmarks.$*
+
+bench-memory: $(VENV)/.installed-bench  ## bytes per parameter of method S against AdamW, SGD and LOMO
+	$(BIN)/python -m benchmarks.memory
 
 bench-trl: $(VENV)/.installed-bench  ## against TRL's GRPOTrainer on the CPU
 	$(BIN)/python -m benchmarks.trl

@@ -1,8 +1,9 @@
 """Bytes per parameter while training: method S beside AdamW, SGD and LOMO, on a random Llama.
 
-One process a case; the peak of its resident memory above what it was once everything was imported, weights included; median and
-range of several rounds. AdamW, SGD and LOMO hold float32 weights, as they need on a CPU, and checkpoint their activations; the
-same two micro-batches everywhere. LOMO has no accumulation and takes each of them as a step. Random weights: no claim of quality.
+One process a case; the peak of its resident memory above what it was once everything was imported and loaded, with weights;
+median and range of several rounds. AdamW, SGD and LOMO hold float32 weights, as they need on a CPU, and checkpoint their
+activations; the same two micro-batches everywhere. LOMO has no accumulation and takes each of them as a step. Random weights:
+no claim of quality.
 
     python -m benchmarks.memory         make bench-memory         expected: at most 2.6 for bfloat16 (the limit is 2.0)
 """
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import Shape, environment, forget_peak, memory, plain_step, stateless_step, works
+from benchmarks.models import Shape, environment, forget_peak, memory, plain_step, stateless_step, warm_up, works
 from trainer.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,6 +37,7 @@ def child(case: str, shape: Shape, steps: int, columns: int) -> dict[str, Any]:
     given = works(shape, num_micro_batches=2, rows=1, columns=columns)
     if case == "lomo":
         __import__("lomo_optim")
+    warm_up()
     base = forget_peak()
     method, _, dtype = case.partition("-")
     with tempfile.TemporaryDirectory(prefix="tithe-bench-") as directory:
@@ -57,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--columns", type=int, default=128, help="tokens of a micro-batch")
     parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -173,11 +173,19 @@ def plain_step(shape: Shape, method: str, given: list[Work]) -> Callable[[], Any
     return step
 
 
+def warm_up() -> None:
+    """Let the libraries load what they load at first use, with a model of no size: that is no method's memory."""
+    tiny = Shape(64, 128, 1, 64, 4)
+    given = works(tiny, 1, 1, 8)
+    plain_step(tiny, "sgd", given)()
+    stateless_step(tiny, "bfloat16", given, None)[0]()
+
+
 # -- measuring ----------------------------------------------------------------------------------------------------------
 
 
 def memory(field: str) -> int:
-    """Return VmRSS or VmHWM of this process, in bytes."""
+    """Return a size of this process in bytes: VmRSS, its peak VmHWM, or VmData."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

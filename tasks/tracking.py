@@ -379,7 +379,8 @@ def begin_campaign(workspace: Workspace) -> Record:
     """Write in the run directory that a campaign runs."""
     workspace.claim_run()
     config = workspace.config
-    tags = {"campaign": config.campaign.name, "workspace": str(workspace.root), **git_tags(REPOSITORY)}
+    names = {"campaign": config.campaign.name, "run": workspace.run_id, "workspace": str(workspace.root)}
+    tags = {**names, **git_tags(REPOSITORY)}
     return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
 
 

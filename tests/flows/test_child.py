@@ -48,7 +48,7 @@ def start(request: pytest.FixtureRequest, tiny: Any) -> Any:
 
 def test_a_stage_runs_in_its_own_session_and_says_how_it_ended(start: Any, tiny: Any, eventually: Any) -> None:
     child = start()
-    eventually(lambda: os.getsid(child.pid) == child.pid, 10)
+    eventually(lambda: os.getsid(child.pid) == child.pid)
     beats: list[Any] = []
     assert watch(child, tiny.workspace.run / "train", LONG, lambda: False, beats.append) == ("exited", 0)
     assert (tiny.root / "artifacts" / "policy" / "manifest.json").exists()
@@ -122,7 +122,7 @@ def test_a_killed_flow_takes_its_stage_with_it_after_a_checkpoint(tiny: Any, tmp
     finally:
         flow.kill()
         flow.wait()
-    eventually(lambda: not stage.is_alive, 30)
+    eventually(lambda: not stage.is_alive)
     checkpoint = json.loads((tiny.workspace.run / "train" / "checkpoint.json").read_text())
     assert checkpoint["stopped"]
 

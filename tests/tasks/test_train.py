@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, StopRequested
+from trainer.errors import CheckpointError, ConfigError, DivergedError, StopRequested
 from trainer.files import sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
@@ -274,6 +275,30 @@ def test_killed_between_the_last_checkpoint_and_the_artifact_it_only_writes_the_
 def test_completions_past_the_models_positions_are_refused(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"train.sampling.max_completion_tokens = 4000: .* set at most \d+"):
         train({"train": {"sampling": {"max_completion_tokens": 4000}}})
+
+
+def distort(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Make the sampler report log-probs that are not those of its policy."""
+    generate = EmbeddedSampler.generate
+
+    def lying(self: Any, *arguments: Any) -> Any:
+        return [replace(c, logprobs=tuple(v - by for v in c.logprobs)) for c in generate(self, *arguments)]
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", lying)
+
+
+def test_row_10_samples_that_are_not_the_policys_end_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=1.0)
+    with pytest.raises(DivergedError, match=r"step \d: learner and sampler are (0.9|1)\S* nats apart"):
+        train()
+
+
+def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=0.1)
+    train({"train": {"lora": {"dropout": 0.0}}})
+    alarms = [event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "mismatch"]
+    assert alarms
+    assert "0.1 nats apart" in alarms[0]["reason"]
 
 
 # -- killed for real -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from trainer.memory.anatomy import Part, Unit
 from trainer.memory.journal import RowsUndo, UnitUndo, low_of
 from trainer.memory.residency import Residency
 from trainer.memory.rules import Movement, Step, Undo, apply_update, direction
-from trainer.memory.schedule import LayerMajor
+from trainer.memory.schedule import Gradients, LayerMajor, Passage, squared_norm, whole_gradient
 from trainer.types import derive_seed
 
 _SMALL = 1e-6  # as in torch's clip_grad_norm_
@@ -41,6 +41,7 @@ class Watch:
     """
 
     moves = False
+    whole = False
 
     def __init__(self, heartbeat: Heartbeat):
         self.heartbeat = heartbeat
@@ -58,6 +59,14 @@ class Watch:
         self.norms[group] = norm
         self.alarm = self.alarm or self.heartbeat.check(group, norm)
         return self.alarm is None
+
+    def take(self, unit: Unit, gradients: Gradients) -> bool:
+        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        if not self.passes(group_of(unit), squared_norm(gradients.values(), device)):
+            return False
+        for part in unit.parts if self.moves else ():
+            self.apply(unit, part, whole_gradient(part, gradients, device))
+        return True
 
     def apply(self, unit: Unit, part: Part, gradient: Tensor, mean_square: Tensor | None = None) -> None:
         raise AssertionError("moves nothing")
@@ -172,11 +181,15 @@ class StatelessEngine:
             return Outcome(True, 0.0, 0.0)
         passage = self.schedule.forward([term.work for term in terms])
         loss, slopes = slopes_of(terms, [seen.scores() for seen in passage.scored])
+        return self._finish(passage, loss, slopes, rate, number)
+
+    def _finish(self, passage: Passage, loss: float, slopes: list[TokenScores], rate: float, number: int) -> Outcome:
+        """Run backward and the update, and say what became of them."""
         if not math.isfinite(loss):
             return Outcome(False, loss, 0.0, {}, "not finite: the loss", "loss", loss, math.inf)
         coefficient = 1.0
         if self.config.clips == "two_pass":
-            watch = Watch(self.heartbeat)
+            watch = self._watch()
             if not self.schedule.backward(passage, slopes, watch):
                 return self._abandoned(loss, watch)
             coefficient = clip_coefficient(self.config.max_grad_norm, watch.norm)
@@ -184,7 +197,7 @@ class StatelessEngine:
             coefficient = clip_coefficient(self.config.max_grad_norm, self.previous_norm) if self.previous_norm else 1.0
         update = Step(self.config.rule, rate, self.config.weight_decay, self.config.rounding)
         max_norm = self.config.max_grad_norm if self.config.clips == "per_layer" else None
-        mover = Mover(self.heartbeat, self.residency, update, derive_seed(self.seed, "round", number), max_norm, coefficient)
+        mover = self._mover(update, derive_seed(self.seed, "round", number), max_norm, coefficient)
         source = self.residency.source
         source.begin()
         if not self.schedule.backward(passage, slopes, mover):
@@ -195,8 +208,18 @@ class StatelessEngine:
         self.heartbeat.take(mover.norms)
         self.previous_norm = mover.norm
         norms = {f"grad_norm/{group}": norm for group, norm in mover.norms.items()}
-        metrics = {**Movement.metrics(mover.movement.sums()), **norms, **source.metrics()}
+        metrics = {**Movement.metrics(self._reduced(mover.movement.sums())), **norms, **source.metrics()}
         return Outcome(True, loss, mover.norm, metrics)
+
+    def _watch(self) -> Watch:
+        return Watch(self.heartbeat)
+
+    def _mover(self, update: Step, seed: int, max_norm: float | None, coefficient: float) -> Mover:
+        return Mover(self.heartbeat, self.residency, update, seed, max_norm, coefficient)
+
+    def _reduced(self, sums: Tensor) -> Tensor:
+        """Add up over ranks, where there are several."""
+        return sums
 
     def _abandoned(self, loss: float, watch: Watch) -> Outcome:
         alarm = watch.alarm

@@ -112,17 +112,14 @@ class AnchorTerm:
         divisor = int(anchors.sequences.completion_length_N.cpu()[chosen_M].sum())
 
         def term(micro: MicroBatch) -> Term:
-            top_ids_TK, top_TK = anchors.top_ids_TK[micro.token_T], anchors.top_logprobs_TK[micro.token_T]
-            tail_T = anchors.tail_T[micro.token_T]
-
             def loss(scores: TokenScores) -> torch.Tensor:
-                kl_T = anchored_kl(scores.logprobs_TK, top_TK, tail_T)
+                kl_T = anchored_kl(scores.logprobs_TK, anchors.top_logprobs_TK[micro.token_T], anchors.tail_T[micro.token_T])
                 part = coefficient * kl_T.sum() / divisor
                 tally.add("kl/mean", kl_T)
                 tally.total("loss/kl", part)
                 return part
 
-            return Term(Work(micro.input_ids_BS, micro.where_T, top_ids_TK), loss)
+            return Term(Work(micro.input_ids_BS, micro.where_T, anchors.top_ids_TK[micro.token_T]), loss)
 
         return [term(micro) for micro in split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens)]
 

@@ -34,6 +34,11 @@ class Sink(Protocol):
     """Takes gradients the moment they are whole."""
 
     moves: bool  # whether it wants gradients at all, or their norms only
+    whole: bool  # whether it wants vocabulary matrices whole, as `take`, whatever rows were used
+
+    def take(self, unit: Unit, gradients: Gradients) -> bool:
+        """Take the gradients of a unit, which is open: their norm first, then each of them, if it passes."""
+        ...
 
     def passes(self, group: str, squares: Tensor) -> bool:
         """Take in the squared 2-norm of a group's gradient, before any of it is applied; False abandons the step."""
@@ -150,7 +155,8 @@ class LayerMajor:
         hidden_slopes = [torch.zeros(seen.hidden_TD.shape, device=self.device) for seen in passage.scored]
         head = self._head_gradient(passage, slopes, hidden_slopes)
         outer: Gradients = {}
-        if sink is not None and not self.anatomy.tied and not sink.passes(self.anatomy.head_rows.group, head.squares):
+        early = sink is not None and not sink.whole and not self.anatomy.tied
+        if early and sink is not None and not sink.passes(self.anatomy.head_rows.group, head.squares):
             return False
         flow = [self._through_leave(m, passage, self._here(h), hidden_slopes[m], outer) for m, h in enumerate(last)]
         for number in reversed(range(len(self.anatomy.layers))):
@@ -164,19 +170,13 @@ class LayerMajor:
                     collect(leaves, gradients)
                 release(leaves)
                 if sink is not None:
-                    if not sink.passes(unit.name, squared_norm(gradients.values(), self.device)):
+                    if not sink.take(unit, gradients):
                         return False
                     changed = sink.moves
-                    for part in unit.parts if sink.moves else ():
-                        sink.apply(unit, part, self._whole(part, gradients))
             finally:
                 release(leaves)
                 self.residency.close(unit, changed)
         return sink is None or self._rest(passage, slopes, sink, flow, outer, head)
-
-    def _whole(self, part: Part, gradients: Gradients) -> Tensor:
-        gradient = gradients.pop(part.name, None)
-        return torch.zeros(part.shape, device=self.device) if gradient is None else gradient
 
     def _through_leave(self, index: int, passage: Passage, hidden_BSD: Tensor, slope_TD: Tensor, outer: Gradients) -> Tensor:
         with torch.enable_grad():
@@ -226,11 +226,13 @@ class LayerMajor:
         head: _HeadGradient,
     ) -> bool:
         rows_UD = self._embedding_gradient(passage, flow, outer)
+        release(self.residency.outer)
+        if sink.whole:
+            return self._rest_whole(sink, passage.ids_U, rows_UD, outer, head)
         ids_U, rows = passage.ids_U, self.anatomy.embedding_rows
         squares = squared_norm([rows_UD], self.device)
         if self.anatomy.tied:
             squares = self._tie(head, ids_U, rows_UD)
-        release(self.residency.outer)
         groups = [(OUTER, squared_norm(outer.values(), self.device)), (rows.group, squares)]
         if not all(sink.passes(group, value) for group, value in groups):
             return False
@@ -246,6 +248,22 @@ class LayerMajor:
                 local_U = ids_U[begin:end] - rows.rows(unit)[0]
                 sink.apply_rows(unit, unit.parts[0], local_U, rows_UD[begin:end], mean_square)
                 self.residency.source.close(unit.name, changed=True)
+        return True
+
+    def _rest_whole(self, sink: Sink, ids_U: Tensor, rows_UD: Tensor, outer: Gradients, head: _HeadGradient) -> bool:
+        """Give the sink what moves last as whole matrices; every vocabulary matrix is one block then."""
+        assert head.whole is not None, "several blocks of head rows"
+        rows = self.anatomy.embedding_rows
+        given = [(self.anatomy.outer, outer)] if self.anatomy.outer.parts else []
+        if self.anatomy.tied:
+            given.append((rows.units[0], {rows.name: head.whole.index_add_(0, ids_U, rows_UD)}))
+        else:
+            dense = torch.zeros(rows.shape, device=self.device).index_copy_(0, ids_U, rows_UD)
+            head_rows = self.anatomy.head_rows
+            given += [(rows.units[0], {rows.name: dense}), (head_rows.units[0], {head_rows.name: head.whole})]
+        if not all(sink.take(unit, gradients) for unit, gradients in given):
+            return False
+        self.residency.refresh_outer()
         return True
 
     def _embedding_gradient(self, passage: Passage, flow: list[Tensor], outer: Gradients) -> Tensor:
@@ -276,7 +294,7 @@ class LayerMajor:
             return
         self.residency.source.open(unit.name)
         for part in unit.parts:
-            sink.apply(unit, part, self._whole(part, outer))
+            sink.apply(unit, part, whole_gradient(part, outer, self.device))
         self.residency.source.close(unit.name, changed=True)
         self.residency.refresh_outer()
 
@@ -333,6 +351,12 @@ def release(leaves: dict[str, Tensor]) -> None:
     """Let leaves forget their gradients."""
     for leaf in leaves.values():
         leaf.grad = None
+
+
+def whole_gradient(part: Part, gradients: Gradients, device: torch.device) -> Tensor:
+    """Take a part's gradient out; one that never came is zero."""
+    gradient = gradients.pop(part.name, None)
+    return torch.zeros(part.shape, device=device) if gradient is None else gradient
 
 
 def squared_norm(gradients: Any, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -157,10 +158,11 @@ class CodeChannel:
         self._start()
 
     def close(self) -> None:
-        """Kill both keepers; their sandboxes die with them."""
+        """Kill both keepers; their sandboxes die with them, also one that is only just being built."""
         self._stream.close()
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

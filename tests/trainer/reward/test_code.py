@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from trainer.config.schema import Code, Reward
 from trainer.errors import ConfigError, DataError
 from trainer.reward import build_verifier, isolation
-from trainer.reward.code import WALLS, choose_kind, self_test, to_job
+from trainer.reward.code import WALLS, CodeChannel, choose_kind, self_test, to_job
 from trainer.reward.sandbox import codec, extract
 from trainer.reward.sandbox.seccomp import DENIED, assemble
 from trainer.reward.sandbox.test_side import same_output
@@ -160,6 +162,26 @@ def test_unisolated_runs_only_when_the_recipe_accepts_the_risk() -> None:
         assert judge(made, ADD, "import os\nos._exit(0)").status == "wrong"
     finally:
         made.close()
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_worker_closed_while_it_starts_leaves_nothing_behind(sandbox_kind: Any) -> None:
+    for delay_seconds in (0.0, 0.002, 0.005, 0.01, 0.02):
+        channel = CodeChannel(sandbox_kind)
+        started = [psutil.Process(process.pid) for process in channel._processes]
+        time.sleep(delay_seconds)
+        family = [child for process in started for child in [process, *process.children(recursive=True)]]
+        channel.close()
+        end = time.monotonic() + 20
+        while any(lives(process) for process in family) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [process for process in family if lives(process)] == []
 
 
 def test_a_prompt_without_tests_is_named() -> None:

@@ -1,0 +1,68 @@
+"""Run by torchrun from test_sharded.py: a few sharded steps; rank 0 writes what came out.
+
+sharded_run.py OUT KIND DTYPE RULE CLIPPING [START]
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.trainer.memory.kit import loss_of, make_model, make_works
+from trainer.config.schema import Optimizer
+from trainer.engine.heartbeat import Heartbeat
+from trainer.engine.port import Term
+from trainer.engine.sharded import ShardedEngine
+from trainer.engine.stateless import Watch
+from trainer.memory.build import streamed
+from trainer.memory.sharded import ShardedSource
+
+
+def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str = "") -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    residency = streamed(
+        make_model(kind, getattr(torch, dtype)),
+        lambda anatomy, units: ShardedSource(units, mesh, None),
+        block_elements=10**9,
+    )
+    config = Optimizer(kind="stateless", rule=rule, learning_rate=1e-3, clipping=clipping, max_grad_norm=0.05)
+    engine = ShardedEngine(residency, config, Heartbeat(0.0, 1), 1.0, seed=7)
+    if start:
+        saved = torch.load(start, weights_only=False)
+        engine.load(saved["weights"], {}, saved["facts"])
+    terms = [Term(work, partial(loss_of, index)) for index, work in enumerate(make_works(3))]
+    outcomes = [engine.step(terms, 1e-3, number) for number in range(3)]
+    before = engine.weights()
+    real = Watch.passes
+    Watch.passes = lambda self, group, squares: real(self, group, squares * (math.nan if group == "layers.0" else 1.0))  # type: ignore[method-assign]
+    skipped = engine.step(terms, 1e-3, 3)
+    after = engine.weights()
+    same = all(torch.equal(after[name], before[name]) for name in before)
+    model = residency.anatomy.model
+    with torch.no_grad():
+        logits = model(input_ids=make_works()[0].input_ids_BS, use_cache=False).logits
+    facts = {
+        "losses": [outcome.loss for outcome in outcomes],
+        "norms": [outcome.norm for outcome in outcomes],
+        "metrics": outcomes[-1].metrics,
+        "weights": after,
+        "facts": engine.facts(),
+        "logits": logits,
+        "skipped": (skipped.applied, skipped.culprit, same),
+    }
+    if dist.get_rank() == 0:
+        torch.save(facts, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,143 @@
+"""The stateless engine over several ranks: each takes its share of the forward passes, all take the same decisions.
+
+    local gradient of a unit -> reduce-scatter -> this rank's piece, float32 -> squares of every matrix, added over ranks
+    -> heartbeat -> clip -> update of the piece
+
+Every rank is given all terms, and runs each `num_ranks`-th; losses and norms are added up over ranks before anything is decided.
+`sinkhorn` needs rows and columns whole, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.engine.port import Outcome, Term, TokenScores
+from trainer.engine.stateless import Mover, StatelessEngine, Watch, group_of, slopes_of
+from trainer.memory.anatomy import Part, Unit
+from trainer.memory.journal import UnitUndo
+from trainer.memory.rules import Step, direction
+from trainer.memory.schedule import Gradients
+from trainer.memory.sharded import ShardedSource
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix of a unit (of a stack of experts: each), or a vector."""
+
+    part: Part
+    start: int  # within the unit
+    numel: int
+
+    def within(self, begin: int, length: int) -> tuple[int, int]:
+        """Return where it lies within a piece that begins at an element of its unit; empty where it does not."""
+        first = min(max(self.start - begin, 0), length)
+        return first, max(min(self.start + self.numel - begin, length), first)
+
+
+def _matrices(unit: Unit) -> list[_Matrix]:
+    found = []
+    for part in unit.parts:
+        numel = math.prod(part.shape[-2:])
+        found += [_Matrix(part, start, numel) for start in range(part.start, part.start + part.numel, numel)]
+    return found
+
+
+def _squares(unit: Unit, begin: int, piece: Tensor) -> Tensor:
+    """Return the sum of squares of each matrix's share of a piece, float64."""
+    shares = [torch.linalg.vector_norm(piece[slice(*matrix.within(begin, len(piece)))]) for matrix in _matrices(unit)]
+    return torch.stack(shares).double().square()
+
+
+class ShardWatch(Watch):
+    """Looks at norms over all ranks.
+
+    Args:
+        source: adds up over ranks.
+    """
+
+    whole = True
+
+    def __init__(self, source: ShardedSource, *args: Any):
+        super().__init__(*args)
+        self.source = source
+
+    def reduced(self, unit: Unit, gradients: Gradients) -> tuple[int, Tensor, Tensor]:
+        """Return where this rank's piece begins, the sum over ranks of its gradient, and all parts' squares."""
+        device = next(iter(gradients.values())).device
+        flat = torch.zeros(unit.numel, device=device)
+        for part in unit.parts:
+            if part.name in gradients:
+                part.view(flat).copy_(gradients.pop(part.name))
+        piece = self.source.reduce(unit.name, flat)
+        begin = self.source.piece(unit.name)[0]
+        return begin, piece, self.source.total(_squares(unit, begin, piece))
+
+    def take(self, unit: Unit, gradients: Gradients) -> bool:
+        return self.passes(group_of(unit), self.reduced(unit, gradients)[2].sum())
+
+
+class ShardMover(ShardWatch, Mover):
+    """Updates this rank's pieces."""
+
+    moves = True
+
+    def take(self, unit: Unit, gradients: Gradients) -> bool:
+        begin, piece, squares = self.reduced(unit, gradients)
+        if not self.passes(group_of(unit), squares.sum()):
+            return False
+        _, stored = self.source.piece(unit.name)
+        with torch.no_grad():
+            for matrix, square in zip(_matrices(unit), squares, strict=True):
+                first, last = matrix.within(begin, len(piece))
+                if first < last:
+                    clipped = self._clipped(unit, piece[first:last])
+                    moved = direction(self.update.rule, clipped, (square / matrix.numel).float())
+                    undo = UnitUndo(self.source.journal, unit.name, first)
+                    start = begin + first - matrix.part.start + matrix.part.offset
+                    self._move(matrix.part, stored[first:last], None, moved, undo, start=start)
+        return True
+
+
+class ShardedEngine(StatelessEngine):
+    """As `StatelessEngine`, on every rank of a group.
+
+    Args:
+        residency: over a `ShardedSource`, with each vocabulary matrix in one block.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.residency.source, ShardedSource)
+        assert self.config.rule != "sinkhorn"
+        self.source: ShardedSource = self.residency.source
+
+    def step(self, terms: Sequence[Term], rate: float, number: int) -> Outcome:
+        if not terms:
+            return Outcome(True, 0.0, 0.0)
+        mine = list(terms[self.source.rank :: self.source.num_ranks])
+        idle = not mine  # it runs along without a say: the others need it to gather and to reduce
+        passage = self.schedule.forward([term.work for term in (mine or terms[:1])])
+        scores = [seen.scores() for seen in passage.scored]
+        loss, slopes = slopes_of(mine, scores) if not idle else (0.0, [_silent(found) for found in scores])
+        loss = float(self.source.total(torch.tensor([loss], dtype=torch.float64)))
+        return self._finish(passage, loss, slopes, rate, number)
+
+    def _watch(self) -> Watch:
+        return ShardWatch(self.source, self.heartbeat)
+
+    def _mover(self, update: Step, seed: int, max_norm: float | None, coefficient: float) -> Mover:
+        return ShardMover(self.source, self.heartbeat, self.residency, update, seed, max_norm, coefficient)
+
+    def _reduced(self, sums: Tensor) -> Tensor:
+        return self.source.total(sums)
+
+
+def _silent(found: TokenScores) -> TokenScores:
+    entropy_T = None if found.entropy_T is None else torch.zeros_like(found.entropy_T)
+    return TokenScores(torch.zeros_like(found.logprobs_TK), entropy_T)

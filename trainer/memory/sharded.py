@@ -1,0 +1,160 @@
+"""Weights sharded over ranks by torch FSDP2: each rank holds a piece of every unit, and a unit is whole only while it computes.
+
+    open(unit)    FSDP2 unshard: all-gather of the unit's flat parameter (the next one's is under way already)
+    close(unit)   FSDP2 reshard: the whole is freed, the piece stays
+    reduce        reduce-scatter of a unit's float32 gradient: each rank gets the sum over ranks of its piece
+
+Units are flat buffers, so a piece is a contiguous run of elements and rounding draws the same bits wherever an element lives.
+Vocabulary matrices are one unit each here. Checkpoints hold whole units and so restore on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from trainer.memory.journal import Journal
+
+
+class _Flat(nn.Module):
+    """One unit as a module with one parameter, for FSDP2 to shard."""
+
+    def __init__(self, flat: Tensor):
+        super().__init__()
+        self.flat = nn.Parameter(flat, requires_grad=False)
+
+
+class ShardedSource:
+    """A `LayerSource` over ranks.
+
+    Args:
+        units: name and whole buffer of every unit, equal on all ranks; each is cut as it comes.
+        mesh: one-dimensional.
+        journal_directory: where this rank's undo journal goes; None keeps it in memory.
+        prefetch: whether the unit that comes next is gathered while one computes.
+    """
+
+    def __init__(
+        self, units: Iterable[tuple[str, Tensor]], mesh: DeviceMesh, journal_directory: Path | None, prefetch: bool = True
+    ):
+        self.group, self.rank, self.num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.prefetch = prefetch
+        self._units: dict[str, Any] = {}
+        self._lengths: dict[str, int] = {}
+        for name, flat in units:
+            self._lengths[name] = len(flat)
+            self._units[name] = fully_shard(_Flat(flat), mesh=mesh, reshard_after_forward=True)
+        self._open: set[str] = set()
+        self._coming: dict[str, Any] = {}  # gathers under way
+        self._plan: deque[str] = deque()
+        self.journal = Journal(journal_directory)
+
+    def piece(self, unit: str) -> tuple[int, Tensor]:
+        """Return where this rank's piece of a unit begins, and the piece, to be changed in place."""
+        module = self._units[unit]
+        was_open = unit in self._open
+        if was_open:
+            module.reshard()
+        local: Tensor = module.flat.to_local().detach()
+        self._open.discard(unit)
+        return self.rank * self._chunk(unit), local
+
+    def _chunk(self, unit: str) -> int:
+        return -(-self._lengths[unit] // self.num_ranks)
+
+    def reduce(self, unit: str, flat: Tensor) -> Tensor:
+        """Return the sum over ranks of a unit's gradient, this rank's piece of it.
+
+        Args:
+            flat: float32, the whole unit as this rank sees it.
+        """
+        chunk = self._chunk(unit)
+        padded = torch.zeros(chunk * self.num_ranks, dtype=flat.dtype, device=flat.device)
+        padded[: len(flat)] = flat
+        mine = torch.empty(chunk, dtype=flat.dtype, device=flat.device)
+        if dist.get_backend(self.group) == "gloo":  # gloo has no reduce-scatter of tensors in every torch
+            dist.all_reduce(padded, group=self.group)
+            mine.copy_(padded[self.rank * chunk : (self.rank + 1) * chunk])
+        else:
+            dist.reduce_scatter_tensor(mine, padded, group=self.group)
+        return mine[: max(min(chunk, self._lengths[unit] - self.rank * chunk), 0)]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return values added up over ranks."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    # -- visits ---------------------------------------------------------------------------------------------------------
+
+    def expect(self, units: Sequence[str]) -> None:
+        self._plan = deque(units)
+
+    def open(self, unit: str) -> Tensor:
+        module = self._units[unit]
+        if unit not in self._open:
+            handle = self._coming.pop(unit, None)
+            if handle is not None:
+                handle.wait()
+            else:
+                module.unshard()
+            self._open.add(unit)
+            if self._plan and self._plan[0] == unit:
+                self._plan.popleft()
+            if self.prefetch and self._plan and self._plan[0] not in self._open and self._plan[0] not in self._coming:
+                self._coming[self._plan[0]] = self._units[self._plan[0]].unshard(async_op=True)
+        whole: Tensor = module.flat.detach()
+        return whole
+
+    def close(self, unit: str, changed: bool = False) -> None:
+        if unit in self._open:
+            self._units[unit].reshard()
+            self._open.discard(unit)
+
+    def _settle(self) -> None:
+        """Wait for gathers that nobody came for, and let them go: they would hold old values."""
+        for unit, handle in self._coming.items():
+            handle.wait()
+            self._units[unit].reshard()
+        self._coming.clear()
+        self._plan.clear()
+
+    def journal_of(self, unit: str) -> Journal | None:
+        return self.journal
+
+    def begin(self) -> None:
+        self.journal.clear()
+
+    def commit(self) -> None:
+        self._settle()
+
+    def rollback(self) -> None:
+        self._settle()
+        for entry in self.journal.entries():
+            entry.restore(self.piece(entry.unit)[1])
+
+    def peek(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole units, on the host; all ranks must ask together."""
+        for unit in self._units:
+            whole = self.open(unit).to("cpu", copy=True)
+            self.close(unit)
+            yield unit, whole
+        self._settle()
+
+    def put(self, unit: str, flat: Tensor) -> None:
+        begin, local = self.piece(unit)
+        local.copy_(flat[begin : begin + len(local)])
+
+    def metrics(self) -> dict[str, float]:
+        held = sum(module.flat.to_local().nbytes for module in self._units.values())
+        return {"memory/journal_bytes": float(self.journal.num_bytes), "memory/shard_bytes": float(held)}
+
+    def shutdown(self) -> None:
+        self.journal.close()
