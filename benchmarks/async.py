@@ -1,6 +1,6 @@
-"""Async against sync when sampling and learning take the same time: both are slowed to a known delay, so the machine hardly matters.
+"""Async against sync when sampling and learning take equal time: both are slowed to a known delay, so the machine hardly matters.
 
-    python -m benchmarks.async [--seconds 0.5] [--steps 24]
+    python -m benchmarks.async [--seconds 2] [--steps 24]
 
 A step of sync is sampling and then learning, two delays; a step of async is the longer of the two, so the limit is 2.0. Expected:
 at least 1.8. The learner, the pool, the hand-over with its probe and the consumption log are the real ones, on a tiny model; only
@@ -138,7 +138,7 @@ def measure(schedule: str, root: Path, seconds: float, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="that sampling and learning of a step take, each")
+    parser.add_argument("--seconds", type=float, default=2.0, help="that sampling and learning of a step take, each")
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
