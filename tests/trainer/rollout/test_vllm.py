@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ PYTHON = Path(__file__).resolve().parents[3] / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not PYTHON.exists() and not os.environ.get("CI"), reason="vLLM's environment is not there (make vllm-env)")
+@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM's environment is not there (make vllm-env)")
 @pytest.mark.parametrize("mode", ["adapter", "merge"])
 def test_the_real_engine_gives_the_learners_log_probs(tmp_path: Path, mode: str) -> None:
     """Two versions through the probe, and sampled completions whose log-probs the learner finds again within 1e-3."""
