@@ -221,6 +221,8 @@ def split_unit(text: str) -> tuple[str, str]:
     if not match or not any(c.isdigit() for c in text[: match.start()]):
         return text, ""
     word = next((match.group(i) for i in (1, 3, 5) if match.group(i)), "").lower().strip()
+    if any(c.isdigit() for c in word):  # "42 (or 43)" is no quantity
+        return text, ""
     power = next((match.group(i) for i in (2, 4, 6) if match.group(i)), "")
     singular = SAME_UNIT.get(word) or SAME_UNIT.get(word.removesuffix("s")) or word.removesuffix("s")
     return text[: match.start()].strip(), singular + power.strip("^{}")

@@ -119,6 +119,7 @@ DIFFERENT = [
     ("(0,1)", r"\boxed{[0,1]}"),
     ("x^2", r"\boxed{x^3}"),
     ("5", r"\boxed{5x}"),
+    ("42", r"\boxed{42 \text{ (or 43)}}"),
     ("42", r"\boxed{}"),
     ("42", ""),
     ("42", "forty-two"),
