@@ -66,6 +66,7 @@ EQUAL = [
     ("5", r"\boxed{5 \text{ centimeters}}"),
     ("5 cm", "5 centimeters"),
     ("90", r"\boxed{90^\circ}"),
+    ("42", r"\boxed{42 \text{ cm^2}}"),
     ("10", "10 miles per hour"),
     # sets, tuples, intervals
     (r"\{1,2,3\}", r"\boxed{3, 2, 1}"),
