@@ -19,9 +19,10 @@ import typer
 
 from flows.leave import Leave
 from flows.workspaces import resolve_config, resolve_workspace
+from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import ModelError, StopRequested, TitheError
+from trainer.errors import ModelError, TitheError, name_os_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -162,8 +163,8 @@ def preflight(
 
 @app.command()
 def up(
-    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prefect's API and UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of MLflow.")] = 5000,
 ) -> None:
     """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
 
@@ -263,9 +264,9 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     except TitheError as error:
-        for line in str(error).splitlines():
-            print(f"{'stopped' if isinstance(error, StopRequested) else 'error'}: {line}", file=sys.stderr)
-        code = error.exit_code
+        code = tell(error)
+    except OSError as error:
+        code = tell(name_os_error(error))
     if leave.at_once:
         sys.stdout.flush()
         sys.stderr.flush()
