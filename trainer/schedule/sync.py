@@ -8,6 +8,7 @@ again from a checkpoint goes on to the same bits. A wish to stop is heard betwee
 
 from __future__ import annotations
 
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -252,6 +253,7 @@ def costs(samples: Sequence[Sample], clock: Clock) -> dict[str, float]:
         "throughput/samples_per_second": len(samples) / seconds,
         "throughput/tokens_per_second": tokens / seconds,
         "memory/rss_bytes": float(psutil.Process().memory_info().rss),
+        "memory/rss_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     if torch.cuda.is_available():
         metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
