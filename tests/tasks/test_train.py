@@ -230,6 +230,31 @@ def test_a_stopped_full_run_goes_on_to_the_same_bits(train: Train, tmp_path: Pat
     assert digests(train(FULL)) == expected
 
 
+STATELESS = {"method": "full", "optimizer": {"kind": "stateless", "rule": "rms", "learning_rate": 1e-3}}
+TIERED = {"memory": {"weights": "tiered", "split": True, "resident_layers": 1}}
+TIERED |= {"algorithm": {"kl": {"reference": "int8_streamed"}}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("difference", [STATELESS, {**STATELESS, **TIERED}], ids=["resident", "tiered"])
+def test_a_stopped_stateless_run_goes_on_to_the_same_bits(
+    difference: dict[str, Any], inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = campaign({"train": difference, "base": {"dtype": "bfloat16"}})
+    one = digests(run_train(inputs, tmp_path / "whole", config))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 8)
+        with pytest.raises(StopRequested):
+            run_train(inputs, tmp_path / "run", config)
+    assert digests(run_train(inputs, tmp_path / "run", config)) == one
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run-policy")
+    assert trained.dtype == torch.bfloat16
+    assert not (tmp_path / "run" / "tiers").exists(), "working copies go when the policy is written"
+    told = [e for kind in ("reference", "warning") for e in events(tmp_path / "whole", kind) if "8-bit" in e["reason"]]
+    assert len(told) == (difference is not STATELESS), "the reference's error is measured and told"
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["metrics"]
+    assert last["update/realised_fraction"] == pytest.approx(1.0, abs=0.2)
+
+
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
     train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
