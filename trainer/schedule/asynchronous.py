@@ -230,7 +230,7 @@ class AsyncSchedule(SyncSchedule):
             self.supervisor.check()
             self.writer.heartbeat("waiting for samples", step, self.total)
             now = self._progress()
-            if now != seen:
+            if now != seen or self.supervisor.is_starting:
                 seen, moved_at = now, time.monotonic()
             waited = time.monotonic() - moved_at
             if waited > self.train.watchdog.deadline_seconds:
