@@ -61,7 +61,7 @@ def place_weights(directory: Path, dtype: str, device: str, train: Train, run: P
 
 @contextmanager
 def recalled_base(directory: Path, dtype: str, device: str, train: Train, run: Path) -> Iterator[PreTrainedModel]:
-    """Have the base once more for the span of a block: whole, or layer by layer from a disk where the policy's weights are tiered.
+    """Have the base once more for the span of a block: whole, or tiered where the policy is.
 
     Args:
         directory, dtype, device, train, run: as in `place_weights`.

@@ -120,7 +120,7 @@ class KlController:
         self.coefficient = config.coefficient
 
     def update(self, mean_kl: float, num_steps: int = 1) -> float:
-        """Take in the mean KL of the last steps, and return what the coefficient was multiplied by; no finite KL changes nothing."""
+        """Take in the mean KL of the last steps, and return the factor of the coefficient; 1 where it is not finite."""
         if self.config.controller == "fixed" or not math.isfinite(mean_kl):
             return 1.0
         error = min(max(mean_kl / self.config.target - 1, -0.2), 0.2)

@@ -166,7 +166,7 @@ class SyncSchedule:
         found, guard, bound = dict[str, float](), self.crew.anchors, self.train.alarms.kl
         if guard is not None:
             found = guard.after_step(step, position.stage, samples, metrics, last=step == self.total)
-        highest = max((metrics | found).get(name, 0.0) for name in ("kl/mean", "anchors/audit_exact"))
+        highest = max({**metrics, **found}.get(name, 0.0) for name in ("kl/mean", "anchors/audit_exact"))
         if highest > bound > 0 and not self.kl_alarmed:
             reason = f"KL to the reference is {highest:.3g} nats a token, past its bound train.alarms.kl {bound:g}"
             self.writer.event("alarm", reason, step=step, signal="kl", value=highest, threshold=bound)
