@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 SMALLEST_KL = 0.01  # nats a token; below it a share says nothing
 STYLE = (
-    '<style>text{font:11px sans-serif;fill:#555}.end{text-anchor:end}.middle{text-anchor:middle}.grid{stroke:#ddd}'
+    "<style>text{font:11px sans-serif;fill:#555}.end{text-anchor:end}.middle{text-anchor:middle}.grid{stroke:#ddd}"
     ".mark{stroke:#999;stroke-dasharray:3 3}.line{fill:none;stroke-width:2}.faint{opacity:.3}"
     ".s1{stroke:#0b6bcb;fill:none}.s2{stroke:#c2410c;fill:none}.s3{stroke:#15803d;fill:none}.s4{stroke:#7e22ce;fill:none}</style>"
 )
@@ -115,7 +115,9 @@ def report(workspace: Workspace, anchored: Path, exact: Path, seen: list[tuple[i
         Series("anchored KL", tuple((step, one) for step, one, _ in seen), noisy=False),
         Series("exact KL of the same policy", tuple((step, other) for step, _, other in seen), noisy=False),
     )
-    chart = line_chart("anchored and exact KL over the quickstart", series, (0.0, None), [(step, "refresh") for step in refreshes])
+    chart = line_chart(
+        "anchored and exact KL over the quickstart", series, (0.0, None), [(step, "refresh") for step in refreshes]
+    )
     svg = chart.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1).replace(
         "</svg>", '<text x="60" y="18">blue anchored, orange exact KL (nats a token); dashed: refresh</text></svg>'
     )

@@ -1,5 +1,6 @@
 """The command line `tithe`. Nothing heavy is imported before the configuration is valid.
 
+plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
@@ -19,6 +20,7 @@ from typing import Annotated
 import typer
 
 from flows.leave import Leave
+from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
@@ -264,6 +266,7 @@ def _add_stage(stage: Stage) -> None:
     app.command(stage.name, rich_help_panel="Stages")(run_one)
 
 
+app.command("plan")(plan_command)
 for _stage in (*STAGES, *OPTIONAL_STAGES):
     _add_stage(_stage)
 

@@ -86,7 +86,8 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
     """Write in the stage's run directory that it runs, and how it ended."""
     run = workspace.run / stage.name
     params = flatten(params_of(stage, workspace.config))
-    tags = {"campaign": workspace.run_id, "stage": stage.name, "key": workspace.key(stage), **git_tags(REPOSITORY)}
+    names = {"campaign": workspace.config.campaign.name, "run": workspace.run_id, "stage": stage.name}
+    tags = {**names, "key": workspace.key(stage), **git_tags(REPOSITORY)}
     begin(run, "stage", stage.name, workspace.config, workspace.key(stage), params, tags)
     try:
         yield

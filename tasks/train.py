@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -116,11 +116,7 @@ def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, eng
         store = open_anchors(paths.inputs["anchors"], origin_of(read_manifest(paths.inputs["base"]) or {}))
         kl = train.algorithm.kl
         anchors = AnchorTerm(store, kl.anchor_batch_size, train.batch.micro_batch_tokens, seed, kl.direction)
-    event = RunWriter(paths.run).event
-    learner = Learner(policy, train, seed, anchors, event, engine, build_reference(config, paths))
-    if isinstance(learner.reference, Int8Reference):
-        tell_error(learner, read_prompts(paths.inputs["prompts"], "heldout"), event)
-    return learner
+    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths))
 
 
 def build_guard(
@@ -157,15 +153,24 @@ def build_reference(config: CampaignConfig, paths: StagePaths) -> Int8Reference 
     return place_reference(paths.inputs["base"], config.base.dtype, config.machine.device, config.train, paths.run)
 
 
-def tell_error(learner: Learner, prompts: list[Prompt], event: Callable[..., None]) -> None:
+def tell_error(learner: Learner, prompts: Sequence[Prompt], event: Callable[..., None]) -> None:
     """Measure an 8-bit reference against the policy before its first step, which is the base, and write down the error."""
-    assert isinstance(learner.reference, Int8Reference)
+    if not isinstance(learner.reference, Int8Reference):
+        return
     works = prompt_works([prompt.token_ids for prompt in prompts], learner.policy.device)
     if works:
         error = logprob_error(learner.engine.score(works), learner.reference.score(works))
         said = f"the 8-bit reference is off by {error:.4f} nats a token on held-out prompts"
         advice = f", more than {WARN_AT}: anchors are exact" if error > WARN_AT else ""
         event("warning" if error > WARN_AT else "reference", said + advice, error=error, bytes=learner.reference.num_bytes)
+
+
+def clear_tiers(policy: Policy, learner: Learner) -> None:
+    """Remove the working copies of weights on the disk; the policy is written and they are not needed any more."""
+    if policy.residency is not None:
+        policy.residency.source.shutdown()
+    if isinstance(learner.reference, Int8Reference):
+        learner.reference.residency.source.shutdown()
 
 
 def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[RunWriter], None]:
@@ -180,6 +185,7 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
 
     def look_and_record(writer: RunWriter) -> None:
+        tell_error(crew.learner, crew.heldout, writer.event)
         for sentence in size_warnings(crew.verifier, num_parameters):
             writer.event("warning", sentence)
         if prompts:
@@ -225,6 +231,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         verifier.close()
         sampler.close()
     policy.save(paths.out, tokenizer)
+    clear_tiers(policy, learner)
     curve = write_curve(paths.run, paths.out / CURVE)
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 

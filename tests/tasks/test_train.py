@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, DataError, StopRequested
+from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
 from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
@@ -230,6 +231,31 @@ def test_a_stopped_full_run_goes_on_to_the_same_bits(train: Train, tmp_path: Pat
     assert digests(train(FULL)) == expected
 
 
+STATELESS = {"method": "full", "optimizer": {"kind": "stateless", "rule": "rms", "learning_rate": 1e-3}}
+TIERED = {"memory": {"weights": "tiered", "split": True, "resident_layers": 1}}
+TIERED |= {"algorithm": {"kl": {"reference": "int8_streamed"}}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("difference", [STATELESS, {**STATELESS, **TIERED}], ids=["resident", "tiered"])
+def test_a_stopped_stateless_run_goes_on_to_the_same_bits(
+    difference: dict[str, Any], inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = campaign({"train": difference, "base": {"dtype": "bfloat16"}})
+    one = digests(run_train(inputs, tmp_path / "whole", config))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 8)
+        with pytest.raises(StopRequested):
+            run_train(inputs, tmp_path / "run", config)
+    assert digests(run_train(inputs, tmp_path / "run", config)) == one
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run-policy")
+    assert trained.dtype == torch.bfloat16
+    assert not (tmp_path / "run" / "tiers").exists(), "working copies go when the policy is written"
+    told = [e for kind in ("reference", "warning") for e in events(tmp_path / "whole", kind) if "8-bit" in e["reason"]]
+    assert len(told) == (difference is not STATELESS), "the reference's error is measured and told"
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["metrics"]
+    assert last["update/realised_fraction"] == pytest.approx(1.0, abs=0.2)
+
+
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
     train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +301,30 @@ def test_killed_between_the_last_checkpoint_and_the_artifact_it_only_writes_the_
 def test_completions_past_the_models_positions_are_refused(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"train.sampling.max_completion_tokens = 4000: .* set at most \d+"):
         train({"train": {"sampling": {"max_completion_tokens": 4000}}})
+
+
+def distort(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Make the sampler report log-probs that are not those of its policy."""
+    generate = EmbeddedSampler.generate
+
+    def lying(self: Any, *arguments: Any) -> Any:
+        return [replace(c, logprobs=tuple(v - by for v in c.logprobs)) for c in generate(self, *arguments)]
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", lying)
+
+
+def test_row_10_samples_that_are_not_the_policys_end_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=1.0)
+    with pytest.raises(DivergedError, match=r"step \d: learner and sampler are (0.9|1)\S* nats apart"):
+        train()
+
+
+def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=0.1)
+    train({"train": {"lora": {"dropout": 0.0}}})
+    alarms = [event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "mismatch"]
+    assert alarms
+    assert "0.1 nats apart" in alarms[0]["reason"]
 
 
 # -- guards of the anchors --------------------------------------------------------------------------------------------

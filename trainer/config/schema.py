@@ -5,7 +5,7 @@
     base      the model that training starts at  evaluate  base beside trained
     anchors   cached reference distributions     report    the HTML page
     reward    who judges an answer               preflight a look at the reward before training
-    reward_training  optional: a reward model    machine   device and threads (never part of a result's identity)
+    reward_training  optional: a reward model    machine, limits  where and until when (never part of a result's identity)
 
 A default here is the value of a key that `params.yaml` or the recipe does not set. Cross-field rules stand in the class
 that owns the fields and name the key, the value and what to set instead (`refuse`).

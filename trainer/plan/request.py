@@ -308,13 +308,19 @@ def request_of(plan: PlanFile) -> PlanRequest:
 # -- from a campaign's configuration ------------------------------------------------------------
 
 
-def choices_of(config: CampaignConfig, prompt_tokens: float | None = None, completion_tokens: float | None = None) -> Choices:
+def choices_of(
+    config: CampaignConfig,
+    prompt_tokens: float | None = None,
+    completion_tokens: float | None = None,
+    longest_prompt: float | None = None,
+) -> Choices:
     """Map a campaign's configuration to choices.
 
     Args:
         config: the resolved configuration.
         prompt_tokens: mean length of prompts where it is known (prepared prompts, a finished run); None: the cap.
         completion_tokens: mean length of completions where it is known; None: the cap.
+        longest_prompt: where it is known; None: the cap.
     """
     train, kl = config.train, config.train.algorithm.kl
     cap = max([stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages])
@@ -343,7 +349,7 @@ def choices_of(config: CampaignConfig, prompt_tokens: float | None = None, compl
             "group_size": train.batch.group_size,
             "prompt_tokens": float(prompt_tokens or prompt_cap),
             "completion_tokens": float(completion_tokens or cap),
-            "max_prompt_tokens": prompt_cap,
+            "max_prompt_tokens": int(longest_prompt or prompt_cap),
             "max_completion_tokens": cap,
             "micro_batch_tokens": train.batch.micro_batch_tokens,
             "passes": train.batch.passes,
@@ -355,7 +361,7 @@ def choices_of(config: CampaignConfig, prompt_tokens: float | None = None, compl
 
 
 def plan_request(
-    config: CampaignConfig, hardware: Hardware, card: ModelCard | None = None, **lengths: float | None
+    config: CampaignConfig, hardware: Hardware, card: ModelCard | None = None, lengths: Mapping[str, float | None] | None = None
 ) -> PlanRequest:
     """Return the request of a campaign on some hardware.
 
@@ -363,10 +369,10 @@ def plan_request(
         config: the resolved configuration.
         hardware: what it will run on.
         card: of the base; None reads it from base.source (a local directory, or the scratch model's settings).
-        lengths: prompt_tokens and completion_tokens, see `choices_of`.
+        lengths: prompt_tokens, completion_tokens and longest_prompt where they are known, see `choices_of`.
     """
     card = card or card_of_base(config)
-    return make_request(config.campaign.name, card, hardware, choices_of(config, **lengths))
+    return make_request(config.campaign.name, card, hardware, choices_of(config, **(lengths or {})))
 
 
 def card_of_base(config: CampaignConfig) -> ModelCard:

@@ -48,6 +48,12 @@ from trainer.types import Group, Request, derive_seed
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 _REMEMBERED_STEPS = 20
+_KNOBS = {
+    "kl": "raise train.algorithm.kl.coefficient or lower train.optimizer.learning_rate",
+    "effective_sample_fraction": "samples are too old: lower train.pool.capacity or train.sync.sync_every",
+    "throughput": "see sampler/*/busy_fraction and time/* for who is slower than before",
+    "lag": "samplers run far ahead: lower train.pool.capacity or train.sync.sync_every",
+}
 
 
 @dataclass(frozen=True)
@@ -368,7 +374,7 @@ class AsyncSchedule(SyncSchedule):
         ]
         for name, value, threshold, passed in watched:
             if passed:
-                reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}"
+                reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}; {_KNOBS[name]}"
                 self.writer.event("alarm", reason, step=step, signal=name, value=value, threshold=threshold)
         self.rates.append(rate)
 

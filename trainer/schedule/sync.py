@@ -21,6 +21,7 @@ import torch
 
 from trainer.anchors.guard import AnchorGuard
 from trainer.config.schema import Train
+from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.checkpoint import load_newest, save_checkpoint
@@ -31,6 +32,8 @@ from trainer.schedule.stop import StopWish
 from trainer.types import Prompt, Request, Sample, Sampler, SamplingParams, Verifier, derive_seed
 
 CHECKPOINTS = "checkpoints"
+AGREES_WITHIN = 0.05  # nats; float32 is at 1e-5, bfloat16 at about 1e-2
+BROKEN_ABOVE = 0.5  # nats
 CORRECT_AT = 1.0 - 1e-9  # score from which a held-out answer counts as correct
 
 
@@ -152,6 +155,7 @@ class SyncSchedule:
             self.writer.heartbeat("learning", step, self.total)
             stats = self.crew.learner.step(group(samples, self.train.batch.group_size), step)
             self.crew.sampler.load_policy(stats.version)
+        self._check_agreement(step, stats.metrics)
         seen = reward_metrics(samples, self.train.batch.group_size)
         metrics = {**stats.metrics, **seen, "stage/index": position.index}
         with clock("anchors"):
@@ -172,6 +176,22 @@ class SyncSchedule:
             self.writer.event("alarm", reason, step=step, signal="kl", value=highest, threshold=bound)
         self.kl_alarmed = highest > bound > 0
         return found
+
+    def _check_agreement(self, step: int, metrics: dict[str, float]) -> None:
+        """Hold learner and sampler to the same log-probs for the same weights, before any update of the step.
+
+        Raises:
+            DivergedError: they are so far apart that the samples are not the policy's.
+        """
+        apart = metrics.get("mismatch/mean_abs_logprob", 0.0)
+        sentence = f"learner and sampler are {apart:.3g} nats apart at a sampled token, on average, with the same weights"
+        if apart > BROKEN_ABOVE:
+            raise DivergedError(
+                f"step {step}: {sentence}; nothing can be learned from such samples. The sampler's cache does not suit this "
+                "model, or its files changed under the run; start again, and choose another base if it stays so"
+            )
+        if apart > AGREES_WITHIN and not (self.train.method == "lora" and self.train.lora.dropout > 0):
+            self.writer.event("alarm", sentence, step=step, signal="mismatch")
 
     def _params(self, step: int, temperature: float) -> SamplingParams:
         cap = locate(self.train.stages, max(step, 1)).stage.max_completion_tokens or self.train.sampling.max_completion_tokens
