@@ -2,9 +2,9 @@
 
     python -m benchmarks.anchors            make bench-anchors
 
-Trains the quickstart twice, from the artifacts of stages prepare, base and anchors (made in a folder of its own where they are not
-there): once with anchors and their guards, once with `kl.reference: exact`. In the first run a second look, which nothing acts on,
-measures the exact KL of every step's samples over the whole vocabulary beside the anchored KL. Its tokens are not counted.
+Trains the quickstart twice, in a workspace of its own: with anchors and their guards, and with `kl.reference: exact`. In the
+first run a second look, which nothing acts on, measures the exact KL of every step's samples over the whole vocabulary beside the
+anchored KL. Its tokens are not counted.
 
 Expected: the anchors' reference forward tokens (making, refreshes and audits) at most a fifth of the exact mode's; anchored KL
 within 20 % of exact KL, as the mean over steps in which the exact one is above 0.01 nats. benchmarks/results/anchors.json, .svg.
