@@ -5,6 +5,7 @@ run, resume       a whole campaign, in Prefect           up          Prefect and
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
+anchors show DIR  what anchors a directory holds
 preflight         can this reward teach this base?
 """
 
@@ -218,6 +219,19 @@ def replay(
     print("the policy is bit for bit the recorded one")
 
 
+@app.command("anchors-show")
+def show_anchors(
+    directory: Annotated[Path, typer.Argument(help="artifacts/anchors, or a version: runs/<run>/train/anchors/v000001.")],
+) -> None:
+    """Say whose anchors a directory holds, how many, and whether every file is whole. The same as `tithe anchors show DIR`.
+
+    Example: tithe anchors show artifacts/anchors
+    """
+    from tasks.anchors import describe
+
+    print("\n".join(describe(directory)))
+
+
 @app.command("dvc-yaml", hidden=True)
 def dvc_yaml() -> None:
     """Write dvc.yaml of the default campaign from the registry of stages."""
@@ -262,7 +276,10 @@ def main() -> None:
     leave = Leave()
     code: int | str | None = 0
     try:
-        app(obj=leave)
+        arguments = sys.argv[1:]
+        if arguments[:2] == ["anchors", "show"]:  # `anchors` alone is the stage, which takes a recipe
+            arguments = ["anchors-show", *arguments[2:]]
+        app(arguments, obj=leave)
     except SystemExit as end:
         code = end.code
     except TitheError as error:
