@@ -173,7 +173,7 @@ def campaign_flow(session: Session, on_beat: OnBeat, on_result: OnResult) -> Flo
     def campaign(workspace: str, run: str) -> Any:
         """One campaign: prompts to report."""
         with signals_ask(session.stop):
-            for stage in session.workspace.stages:
+            for stage in session.stages:
                 state = stage_task(session, stage, on_beat, on_result)(return_state=True)
                 if state.is_cancelled():
                     return Cancelled(message=session.stop.reason)

@@ -28,7 +28,7 @@ from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
-from tasks.registry import Stage
+from tasks.registry import Stage, optional_stages
 from tasks.tracking import LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
@@ -131,6 +131,11 @@ class Session:
     def retries(self) -> int:
         return self.workspace.config.limits.retries
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The campaign's stages in order, the optional ones that its configuration asks for first."""
+        return (*optional_stages(self.workspace.config), *self.workspace.stages)
+
     def begin(self) -> None:
         """Write that the campaign runs, and begin to ship. A finished one that has nothing left to do stays as it is."""
         if not self._begun:
@@ -165,7 +170,7 @@ class Session:
 
     def start_ahead(self) -> None:
         """Start the first stage that has something to do; its `attempt` takes it over. For while Prefect still starts."""
-        for stage in self.workspace.stages:
+        for stage in self.stages:
             if self.stop:
                 return
             started = time.monotonic()
@@ -354,7 +359,7 @@ def run_plainly(session: Session, on_beat: Callable[[Stage, Beat], None], on_res
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.workspace.stages:
+    for stage in session.stages:
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

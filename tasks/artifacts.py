@@ -137,9 +137,9 @@ def committable(workspace: Workspace) -> list[Stage]:
         here = workspace.with_tree(tree)
     except TitheError:  # params.yaml was edited and is wrong now: nothing can be said of it
         return []
-    return [
-        s for s in workspace.stages if params_of(s, here.config) == params_of(s, workspace.config) and workspace.is_current(s)
-    ]
+    same = [s for s in workspace.stages if params_of(s, here.config) == params_of(s, workspace.config)]
+    whole = {s.artifact for s in workspace.stages if damage(workspace.artifact(s.artifact)) is None}
+    return [stage for stage in same if whole.issuperset(stage.inputs) and workspace.is_current(stage)]
 
 
 def dvc(root: Path, *words: str) -> str:
@@ -214,7 +214,7 @@ def restore(workspace: Workspace, stage: Stage) -> bool:
     Only artifacts before training are taken: what comes after belongs with the run directory that it was made in.
     """
     artifacts = [s.artifact for s in workspace.stages]
-    if "policy" in artifacts[: artifacts.index(stage.artifact) + 1]:
+    if stage.artifact not in artifacts or "policy" in artifacts[: artifacts.index(stage.artifact) + 1]:
         return False
     if any(read_manifest(workspace.artifact(name)) is None for name in stage.inputs):
         return False

@@ -4,7 +4,8 @@
     finish    FINISHED, FAILED or KILLED, with the facts, the final numbers and the artifact
 
 A record is the truth that `tasks.tracking` mirrors to MLflow, now or later. Begun again after a failure it is the same
-record with one more attempt; begun again after a success it is a new one. `truth` corrects a record whose process died.
+record with one more attempt; a stage begun again after a success gets a new one. `truth` corrects a record whose process
+died.
 """
 
 from __future__ import annotations
@@ -67,9 +68,12 @@ def begin(
     params: Mapping[str, Any],
     tags: Mapping[str, str],
 ) -> Record:
-    """Write that a campaign or stage runs, as a new record or as the next attempt of an unfinished one."""
+    """Write that a campaign or stage runs, as a new record or as the next attempt of the one that is there.
+
+    A stage that had ended well is made anew and gets a record of its own; a campaign of the same configuration goes on.
+    """
     old = read_record(directory)
-    again = old is not None and old.identity == identity and old.status != "FINISHED"
+    again = old is not None and old.identity == identity and (kind == "campaign" or old.status != "FINISHED")
     record = Record(
         id=old.id if old and again else uuid.uuid4().hex,
         kind=kind,

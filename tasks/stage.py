@@ -60,10 +60,14 @@ def run_stage(
             manifest = read_manifest(target)
             assert manifest is not None
             return manifest
+        wrong = damage(target) if read_manifest(target) is not None else None
         if on_start is not None:
             on_start()
         with recorded(workspace, stage):
-            return _make(workspace, stage, target)
+            manifest = _make(workspace, stage, target)
+        if wrong:
+            RunWriter(workspace.run / stage.name).event("rebuild", f"{wrong}; the artifact was made again")
+        return manifest
 
 
 def _make(workspace: Workspace, stage: Stage, target: Path) -> dict[str, Any]:
@@ -82,7 +86,8 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
     """Write in the stage's run directory that it runs, and how it ended."""
     run = workspace.run / stage.name
     params = flatten(params_of(stage, workspace.config))
-    tags = {"campaign": workspace.run_id, "stage": stage.name, "key": workspace.key(stage), **git_tags(REPOSITORY)}
+    names = {"campaign": workspace.config.campaign.name, "run": workspace.run_id, "stage": stage.name}
+    tags = {**names, "key": workspace.key(stage), **git_tags(REPOSITORY)}
     begin(run, "stage", stage.name, workspace.config, workspace.key(stage), params, tags)
     try:
         yield

@@ -379,7 +379,8 @@ def begin_campaign(workspace: Workspace) -> Record:
     """Write in the run directory that a campaign runs."""
     workspace.claim_run()
     config = workspace.config
-    tags = {"campaign": config.campaign.name, "workspace": str(workspace.root), **git_tags(REPOSITORY)}
+    names = {"campaign": config.campaign.name, "run": workspace.run_id, "workspace": str(workspace.root)}
+    tags = {**names, **git_tags(REPOSITORY)}
     return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
 
 
@@ -402,15 +403,13 @@ class Shipper:
         )
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
-        """Wait until everything was sent, or cannot be now; return whether it was."""
+        """Wait until everything was sent, or cannot be now; return whether it was. A slow one is left to finish by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             return self._process.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            say(f"MLflow at {tracking_uri()} is slow; what is missing stays in {self.run} and is sent with the next run")
+            say(f"MLflow at {tracking_uri()} is slow; process {self._process.pid} goes on sending {self.run}")
             return False
 
 

@@ -65,7 +65,7 @@ class Campaign:
         place = ["--workspace", str(self.root), "--stages", STAGES_NAME, "--no-fork"]
         return [sys.executable, "-m", "flows.cli", "run", *chosen, *place, *options]
 
-    def run(self, *options: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *options: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*options),
             env={**os.environ, **environment},
@@ -85,14 +85,14 @@ class Campaign:
             start_new_session=True,
         )
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> int:
+    def wait_for_step(self, step: int, timeout: float = 240) -> int:
         """Wait until the train stage has a checkpoint of that step, and return the pid of its process."""
         checkpoint = self.workspace.run / "train" / "checkpoint.json"
         _eventually(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())["step"] >= step, timeout)
         return int(json.loads((self.workspace.run / "train" / "heartbeat").read_text())["pid"])
 
 
-def _eventually(true: Callable[[], Any], timeout: float = 60) -> Any:
+def _eventually(true: Callable[[], Any], timeout: float = 240) -> Any:
     """Return the first truthy value of a question that is asked again and again."""
     deadline = time.monotonic() + timeout
     while True:
@@ -142,6 +142,15 @@ def prefect_server(state: Path) -> Iterator[str]:
             del os.environ["TITHE_STATE"]
         else:
             os.environ["TITHE_STATE"] = before
+
+
+@pytest.fixture(scope="session")
+def mlflow_store(state: Path) -> None:
+    """Make the MLflow store of the session."""
+    command = [sys.executable, "-m", "tasks.tracking", "initialise"]
+    environment = {**os.environ, "TITHE_STATE": str(state), "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
 
 
 @pytest.fixture

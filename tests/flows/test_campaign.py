@@ -88,7 +88,7 @@ def test_cancelling_in_prefect_ends_the_stage_after_a_checkpoint(tiny: Any, api:
     stage = Owner.of(tiny.wait_for_step(2))
     run = flow_run(api, tiny.workspace.run_id)
     api(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
-    said, _ = process.communicate(timeout=90)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 75, said
     assert "stopped: the flow run was set to Cancelling in Prefect" in said
     assert not stage.is_alive
@@ -104,7 +104,7 @@ def test_a_signal_to_the_command_ends_the_stage_after_a_checkpoint(tiny: Any, ap
     process = tiny.start("--no-tracking", PREFECT_API_URL=prefect_server)
     stage = Owner.of(tiny.wait_for_step(2))
     os.kill(process.pid, number)
-    said, _ = process.communicate(timeout=90)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 75, said
     assert "Traceback" not in said
     assert not stage.is_alive
@@ -146,7 +146,7 @@ def test_a_server_that_dies_meanwhile_costs_nothing(tiny: Any, state: Path, tmp_
         tiny.wait_for_step(2)
     finally:
         server.stop()
-    said, _ = process.communicate(timeout=150)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "the campaign goes on without it" in said
     assert tiny.made == ["prepare", "train", "evaluate", "report"]

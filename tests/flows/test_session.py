@@ -195,7 +195,7 @@ def test_two_campaigns_in_two_workspaces_at_once(tiny: Any, second: Any) -> None
         campaign.plan(seconds=0.2, steps=5)
     processes = [campaign.start("--plain") for campaign in (tiny, second)]
     for process in processes:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
     for campaign in (tiny, second):
         assert campaign.made[-3:] == ["train", "evaluate", "report"]

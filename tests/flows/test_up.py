@@ -57,7 +57,7 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
         assert find_server() == f"http://127.0.0.1:{prefect_port}/api"
         assert answers(f"http://127.0.0.1:{prefect_port}/dashboard")
         second = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "up"], capture_output=True, text=True, check=False, timeout=60
+            [sys.executable, "-m", "flows.cli", "up"], capture_output=True, text=True, check=False, timeout=240
         )
         assert second.returncode == 7
         assert "already runs" in second.stderr
@@ -79,7 +79,7 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
         assert {run["info"]["status"] for run in found} == {"FINISHED"}
     finally:
         os.kill(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=240)
     assert process.returncode == 0, rest
     assert "stopped" in rest
     assert not addresses()
@@ -97,6 +97,6 @@ def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, e
     assert len(owners) == 2
     process.kill()
     process.communicate(timeout=30)
-    eventually(lambda: not any(owner.is_alive for owner in owners), 30)
-    eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"), 30)
+    eventually(lambda: not any(owner.is_alive for owner in owners))
+    eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"))
     assert find_server() is None
