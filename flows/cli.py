@@ -1,9 +1,11 @@
 """The command line `tithe`. Nothing heavy is imported before the configuration is valid.
 
+plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
+anchors show DIR  what anchors a directory holds
 preflight         can this reward teach this base?
 """
 
@@ -18,6 +20,7 @@ from typing import Annotated
 import typer
 
 from flows.leave import Leave
+from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
@@ -216,6 +219,19 @@ def replay(
     print("the policy is bit for bit the recorded one")
 
 
+@app.command("anchors-show")
+def show_anchors(
+    directory: Annotated[Path, typer.Argument(help="artifacts/anchors, or a version: runs/<run>/train/anchors/v000001.")],
+) -> None:
+    """Say whose anchors a directory holds, how many, and whether every file is whole. The same as `tithe anchors show DIR`.
+
+    Example: tithe anchors show artifacts/anchors
+    """
+    from tasks.anchors import describe
+
+    print("\n".join(describe(directory)))
+
+
 @app.command("dvc-yaml", hidden=True)
 def dvc_yaml() -> None:
     """Write dvc.yaml of the default campaign from the registry of stages."""
@@ -250,6 +266,7 @@ def _add_stage(stage: Stage) -> None:
     app.command(stage.name, rich_help_panel="Stages")(run_one)
 
 
+app.command("plan")(plan_command)
 for _stage in (*STAGES, *OPTIONAL_STAGES):
     _add_stage(_stage)
 
@@ -259,7 +276,10 @@ def main() -> None:
     leave = Leave()
     code: int | str | None = 0
     try:
-        app(obj=leave)
+        arguments = sys.argv[1:]
+        if arguments[:2] == ["anchors", "show"]:  # `anchors` alone is the stage, which takes a recipe
+            arguments = ["anchors-show", *arguments[2:]]
+        app(arguments, obj=leave)
     except SystemExit as end:
         code = end.code
     except TitheError as error:

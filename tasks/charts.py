@@ -2,6 +2,7 @@
 
     line_chart      one or several series over steps; noisy ones as a faint line under their running mean
     interval_chart  before and after with their intervals, one row a quantity
+    stacked_chart   parts of a whole, one bar a row, against a limit
 
 Left out: zoom, log scales and everything else that MLflow's charts do better; the page is for reading, not for digging.
 """
@@ -9,7 +10,7 @@ Left out: zoom, log scales and everything else that MLflow's charts do better; t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -182,3 +183,49 @@ def interval_chart(title: str, rows: Sequence[Interval]) -> str:
             )
     parts.append("</svg>")
     return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    value: float
+    colour: int  # 0 to NUM_PARTS - 1
+
+
+NUM_PARTS = 10
+
+
+def stacked_chart(title: str, rows: Sequence[tuple[str, Sequence[Part]]], limit: float, say: Callable[[float], str]) -> str:
+    """Return horizontal bars of parts, one row each, with a line at the limit.
+
+    Args:
+        title: read aloud by screen readers.
+        rows: label and parts, largest first.
+        limit: where the line stands.
+        say: turns a value into text.
+    """
+    row_height, left, right = 30.0, 78.0, 70.0
+    width, height = 640.0, row_height * len(rows) + BOTTOM
+    longest = max([limit, *(sum(part.value for part in parts) for _, parts in rows)])
+    x = Scale(0.0, longest, left, width - right)
+    parts_ = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']
+    for index, (label, parts) in enumerate(rows):
+        top, total = index * row_height + 5, sum(part.value for part in parts)
+        parts_.append(f'<text class="label" x="0" y="{top + 15:.1f}">{escape(label)}</text>')
+        begin = 0.0
+        for part in parts:
+            start, end = x(begin), x(begin + part.value)
+            begin += part.value
+            box = f'x="{start:.1f}" y="{top:.1f}" width="{max(end - start, 0):.2f}" height="20"'
+            parts_.append(
+                f'<rect class="p{part.colour % NUM_PARTS}" {box}>'
+                f"<title>{escape(part.name)}: {escape(say(part.value))}</title></rect>"
+            )
+        css = "tick over" if total > limit else "tick"
+        parts_.append(f'<text class="{css}" x="{x(begin) + 6:.1f}" y="{top + 14:.1f}">{escape(say(total))}</text>')
+    parts_.append(
+        f'<line class="mark" x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="0" y2="{height - BOTTOM:g}">'
+        f"<title>limit: {escape(say(limit))}</title></line>"
+    )
+    parts_.append(f'<text class="tick middle" x="{x(limit):.1f}" y="{height - 8:g}">{escape(say(limit))} usable</text></svg>')
+    return "".join(parts_)

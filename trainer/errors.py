@@ -121,6 +121,10 @@ class StopRequested(TitheError):
     exit_code = 75
 
 
+NOBODYS_FAULT = (StopRequested, MemoryError)
+"""What code around somebody else's reader lets pass: a stop arrives as an exception wherever the program is."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest valid name, or the list of valid names."""
     valid = sorted(valid)
@@ -128,3 +132,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "valid here: " + ", ".join(valid)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, or its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tasks.train
+from tasks.anchors import describe
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, StopRequested
-from trainer.files import sha256_file, write_json
+from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
 
@@ -229,6 +231,31 @@ def test_a_stopped_full_run_goes_on_to_the_same_bits(train: Train, tmp_path: Pat
     assert digests(train(FULL)) == expected
 
 
+STATELESS = {"method": "full", "optimizer": {"kind": "stateless", "rule": "rms", "learning_rate": 1e-3}}
+TIERED = {"memory": {"weights": "tiered", "split": True, "resident_layers": 1}}
+TIERED |= {"algorithm": {"kl": {"reference": "int8_streamed"}}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("difference", [STATELESS, {**STATELESS, **TIERED}], ids=["resident", "tiered"])
+def test_a_stopped_stateless_run_goes_on_to_the_same_bits(
+    difference: dict[str, Any], inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = campaign({"train": difference, "base": {"dtype": "bfloat16"}})
+    one = digests(run_train(inputs, tmp_path / "whole", config))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 8)
+        with pytest.raises(StopRequested):
+            run_train(inputs, tmp_path / "run", config)
+    assert digests(run_train(inputs, tmp_path / "run", config)) == one
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run-policy")
+    assert trained.dtype == torch.bfloat16
+    assert not (tmp_path / "run" / "tiers").exists(), "working copies go when the policy is written"
+    told = [e for kind in ("reference", "warning") for e in events(tmp_path / "whole", kind) if "8-bit" in e["reason"]]
+    assert len(told) == (difference is not STATELESS), "the reference's error is measured and told"
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["metrics"]
+    assert last["update/realised_fraction"] == pytest.approx(1.0, abs=0.2)
+
+
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
     train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +301,122 @@ def test_killed_between_the_last_checkpoint_and_the_artifact_it_only_writes_the_
 def test_completions_past_the_models_positions_are_refused(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"train.sampling.max_completion_tokens = 4000: .* set at most \d+"):
         train({"train": {"sampling": {"max_completion_tokens": 4000}}})
+
+
+def distort(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Make the sampler report log-probs that are not those of its policy."""
+    generate = EmbeddedSampler.generate
+
+    def lying(self: Any, *arguments: Any) -> Any:
+        return [replace(c, logprobs=tuple(v - by for v in c.logprobs)) for c in generate(self, *arguments)]
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", lying)
+
+
+def test_row_10_samples_that_are_not_the_policys_end_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=1.0)
+    with pytest.raises(DivergedError, match=r"step \d: learner and sampler are (0.9|1)\S* nats apart"):
+        train()
+
+
+def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distort(monkeypatch, by=0.1)
+    train({"train": {"lora": {"dropout": 0.0}}})
+    alarms = [event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "mismatch"]
+    assert alarms
+    assert "0.1 nats apart" in alarms[0]["reason"]
+
+
+# -- guards of the anchors --------------------------------------------------------------------------------------------
+
+AGEING = {"anchors": {"refresh_every": 3, "max_drift": 0.0, "audit_every": 2, "audit_relative": 9.0, "audit_samples": 8}}
+
+
+def column(run: Path, name: str) -> dict[int, float]:
+    """A metric by step, where it was written."""
+    return {line["step"]: line["metrics"][name] for line in read_lines(run / "metrics.jsonl") if name in line["metrics"]}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_anchors_are_made_anew_and_a_stopped_run_goes_on_to_the_same_bits(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    difference = lay_over(AGEING, {"train": {"method": method}})
+    expected = digests(train(difference, run="whole"))
+    run = tmp_path / "whole"
+    assert [event["reason"].partition(": ")[2][:11] for event in events(run, "refresh")] == ["3 steps old"] * 3
+    versions = sorted(path.name for path in (run / "anchors").iterdir())
+    assert versions == ["v000001", "v000002", "v000003"], "and none after the last step, for nobody"
+    manifest = read_manifest(run / "anchors" / "v000002")
+    assert manifest is not None
+    assert (manifest["version"], manifest["step"], manifest["policy_version"]) == (2, 6, 24)
+    assert column(run, "anchors/version") == {step: min(step // 3, 3) for step in range(1, 11)}
+    assert sorted(column(run, "anchors/audit_exact")) == [2, 4, 6, 8, 10]
+    assert set(column(run, "memory/reference_bytes").values()) == {0.0}
+    fed = column(run, "reference/tokens")
+    assert [step for step, tokens in fed.items() if tokens] == [2, 3, 4, 6, 8, 9, 10]
+    drift = column(run, "anchors/drift")
+    assert drift[4] < drift[3], "new anchors are fresh"
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 11)
+        with pytest.raises(StopRequested):
+            train(difference)
+    assert digests(train(difference)) == expected
+    assert [event["step"] for event in events(tmp_path / "run", "refresh")] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("anchors", "reason"),
+    [
+        ({"max_drift": 1e-9, "audit_every": 0}, "drift"),
+        ({"max_drift": 0.0, "audit_every": 1, "audit_relative": 1e-6, "audit_absolute": 1e-9}, "audit"),
+    ],
+)
+def test_drift_and_audit_force_a_refresh_and_say_so(train: Train, tmp_path: Path, anchors: dict[str, Any], reason: str) -> None:
+    train({"anchors": anchors, "train": {"stages": [{"steps": 3, "sources": ["plus"]}]}})
+    told = events(tmp_path / "run", "refresh")
+    assert told
+    assert all(f": {reason}" in event["reason"] for event in told)
+    assert all(event["kl_after"] >= 0 for event in told)
+
+
+def test_the_policy_as_its_own_anchor_still_shows_its_total_drift(train: Train, tmp_path: Path) -> None:
+    train(lay_over(AGEING, {"anchors": {"source": "policy"}}))
+    run = tmp_path / "run"
+    told = events(run, "refresh")
+    assert all(event["kl_after"] < 1e-5 for event in told)
+    assert column(run, "anchors/total_drift")[6] > told[1]["kl_after"]
+    assert (read_manifest(run / "anchors" / "v000001") or {})["source"] == "policy"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_damaged_version_is_scored_again_and_said(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """To the same bits; where the completions are lost too, the run goes on with anchors of the policy as it is."""
+    expected = digests(train(AGEING, run="whole"))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 9)
+        with pytest.raises(StopRequested):
+            train(AGEING)
+    newest = sorted((tmp_path / "run" / "anchors").iterdir())[-1]
+    shard = newest / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged by its sha256: shard-00000.safetensors"):
+        describe(newest)
+    if lost:
+        os.truncate(newest / "completions.safetensors", 100)
+    same = digests(train(AGEING)) == expected
+    rebuilt = events(tmp_path / "run", "rebuild")
+    if lost:
+        assert not rebuilt
+        assert any("is damaged" in event["reason"] for event in events(tmp_path / "run", "refresh"))
+    else:
+        assert same
+        assert "shard-00000.safetensors did not match its sha256" in rebuilt[0]["reason"]
+        assert describe(newest)[0].startswith(f"anchors {newest.name} on completions of policy version ")
 
 
 # -- killed for real -----------------------------------------------------------------------------------------------------

@@ -58,9 +58,11 @@ class Efficiency(Section):
     """How much of a rate is reached. Start values are round; `tithe plan --calibrate RUN` replaces them by measured ones."""
 
     train: Annotated[float, Field(gt=0)] = 1.0
-    """Of training_flops, in forward and backward."""
+    """Predicted over real seconds of forward and backward."""
     score: Annotated[float, Field(gt=0)] = 1.0
-    """Of training_flops, in a forward pass without gradient (prefill, reference, audits)."""
+    """Predicted over real seconds of a forward pass without gradient (reference, audits)."""
+    sample: Annotated[float, Field(gt=0)] = 1.0
+    """Predicted over real seconds of sampling, prefill included."""
     decode: Annotated[float, Field(gt=0)] = 0.6
     """Of hbm_bytes_per_second, while one token a sequence is decoded."""
     colocated_sampling: Share = 0.8

@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 
 from trainer.config.load import validate_as
+from trainer.files import read_json, write_json
 from trainer.plan.hardware import Hardware, library
 
+PROBE = "hardware.json"
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
@@ -158,11 +160,37 @@ def _library_device(name: str, memory_bytes: float) -> dict[str, Any]:
     return dict(next(iter(fits.values()))) if fits else {}
 
 
-def probe_local(directory: Path | None = None) -> Hardware:
+def quick_local(state: Path) -> Hardware:
+    """Return this machine without measuring anything but its free memory: speeds are those of the last probe.
+
+    Args:
+        state: folder where `probe_local` left them; without any, round figures stand in, and the notes say so.
+    """
+    free, cores = free_memory_bytes(), len(os.sched_getaffinity(0))
+    disk = float(max(psutil.disk_usage(str(state.parent)).free, 1))
+    path = state / PROBE
+    if path.exists():
+        known = validate_as(Hardware, read_json(path), "hardware")
+        if known.host.cores == cores:
+            host = known.host.model_copy(update={"memory_bytes": free, "disk_bytes": disk})
+            device = known.device.model_copy(update={"memory_bytes": free}) if known.is_cpu else known.device
+            return known.model_copy(update={"host": host, "device": device})
+    flops = 30e9 * cores
+    device_tree = {"name": f"cpu-{cores}", "kind": "cpu", "memory_bytes": free, "training_flops": flops, "launch_seconds": 2e-6}
+    rates = dict.fromkeys(("hbm", "link", "network"), 5e9) | {"host_link": 1e9}
+    device_tree |= {f"{name}_bytes_per_second": rate for name, rate in rates.items()}
+    host_tree = {"devices": 1, "memory_bytes": free, "disk_bytes": disk, "disk_bytes_per_second": 1e9, "cores": cores}
+    notes = ["speeds are round figures; `tithe plan` probes this machine"]
+    tree = {"name": "local", "device": device_tree, "host": host_tree, "context_bytes": 0.0, "reserve": 0.05, "notes": notes}
+    return validate_as(Hardware, tree, "hardware")
+
+
+def probe_local(directory: Path | None = None, state: Path | None = None) -> Hardware:
     """Return this machine's description.
 
     Args:
         directory: where the disk is measured; None takes the working directory.
+        state: folder to keep the result in, for `quick_local`.
     """
     directory = directory or Path.cwd()
     disk = disk_rate(directory)
@@ -191,4 +219,7 @@ def probe_local(directory: Path | None = None) -> Hardware:
         }
         tree = {"device": device, "host": {"devices": 1, **host}, "context_bytes": 0.0, "reserve": 0.05}
         notes.append("no GPU: main memory is the device, the disk is the cold tier")
-    return validate_as(Hardware, {"name": "local", "notes": notes, **tree}, "hardware")
+    found = validate_as(Hardware, {"name": "local", "notes": notes, **tree}, "hardware")
+    if state is not None:
+        write_json(state / PROBE, found.model_dump(mode="json"))
+    return found

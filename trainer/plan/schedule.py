@@ -61,6 +61,8 @@ def schedule_ledger(request: PlanRequest, sizes: Sizes, work: Work, bandwidth: B
         pace = max((produce, "sampling"), (learn, f"training ({learn_binds})"), (sync, "the hand-over"))[1]
     elif kind == "colocated":
         slowed = produce / hardware.efficiency.colocated_sampling
+        # Decoding waits for memory most of the time; its arithmetic is what it takes from training.
+        learn += work.sample_flops / hardware.device.training_flops
         step = max(learn, slowed) + sync + fixed
         pace = f"training ({learn_binds})" if learn >= slowed else "sampling, slowed by training on the same devices"
     else:

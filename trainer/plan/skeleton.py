@@ -1,6 +1,6 @@
 """A Hugging Face config in, an exact model card out: the model is built on the meta device, so nothing is allocated.
 
-    load_card("qwen3-8b")               a name of models.yaml
+    load_card("qwen3-8b")               a name of models.yaml (its card is kept in cards.json, or is plain arithmetic)
     load_card("path/config.json")       a file, or the directory that holds it
     load_card("class:LlamaConfig")      a config class that transformers knows (also by model_type), with its defaults
     load_card({"model_type": ...})      a config as a mapping; {"parameters": 1e12, ...} is a stated card
@@ -15,16 +15,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from trainer.config.load import read_yaml
 from trainer.errors import ConfigError, ModelError, nearest
+from trainer.files import read_json, sha256_text, write_json
 from trainer.plan.card import Block, Linear, ModelCard, stated
+from trainer.plan.layout import card_by_arithmetic
 
 LIBRARY = Path(__file__).parent / "models.yaml"
+CARDS = Path(__file__).parent / "cards.json"
 SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local")
 _STATED_KEYS = (*(stated.__kwdefaults__ or ()), "parameters", "num_layers", "hidden_size", "vocab_size")
@@ -182,10 +185,37 @@ def _say_defaults(values: Mapping[str, Any], config: Any, assumed: list[str]) ->
 @lru_cache(maxsize=64)
 def _build(text: str, name: str) -> ModelCard:
     tree: dict[str, Any] = json.loads(text)
+    known = card_by_arithmetic(tree, name) or _shipped(text, name)
+    return known or build_card(tree, name)
+
+
+def build_card(tree: dict[str, Any], name: str) -> ModelCard:
+    """Return the card that transformers' own model gives, whatever else is known of the config."""
     assumed: list[str] = []
     config = _resolve(tree, assumed)
     model = skeleton(config)
     return read_skeleton(model, name, tuple(assumed))
+
+
+def _shipped(text: str, name: str) -> ModelCard | None:
+    """Return the card that this package keeps of a model of its library, so that the model need not be built."""
+    tree = read_json(CARDS).get(sha256_text(text)) if CARDS.exists() else None
+    if tree is None:
+        return None
+    blocks = tuple(Block(**block) for block in tree.pop("blocks"))
+    linears = tuple(Linear(**linear) for linear in tree.pop("linears"))
+    own = {"name": name, "blocks": blocks, "linears": linears, "assumptions": tuple(tree["assumptions"])}
+    return ModelCard(**{**tree, **own, "source": json.loads(text)})
+
+
+def write_cards() -> None:
+    """Write the cards of the library's models that need the skeleton (`python -m trainer.plan.skeleton`)."""
+    cards = {}
+    for name, tree in library().items():
+        if "parameters" not in tree and card_by_arithmetic(tree, name) is None:
+            card = asdict(build_card(dict(tree), name))
+            cards[sha256_text(json.dumps(tree, sort_keys=True))] = {**card, "source": {}}
+    write_json(CARDS, cards)
 
 
 def skeleton(config: Any) -> Any:
@@ -457,3 +487,7 @@ def _peft_parameters(config_text: str, rank: int, targets: tuple[str, ...]) -> i
                 "lora.target_modules", list(targets), f"peft refuses it for {type(model).__name__}: {str(error).splitlines()[0]}"
             ) from error
     return sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+if __name__ == "__main__":
+    write_cards()

@@ -71,20 +71,21 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
     train_flops = forward * multiplier * batch.passes + 2 * sizes.trained * sizes.rank_tokens * batch.passes * (
         choices.train.method == "lora"
     )
-    train_seconds = train_flops / (device.training_flops * efficiency.train) + visits * launches * (multiplier + 1)
     update = sizes.trained * 4 * 6 / device.hbm_bytes_per_second / sizes.shards * batch.passes * batch.minibatches
+    stepped = choices.train.rule == "adamw" and choices.train.optimizer_offload == "none"
+    train_seconds = train_flops / device.training_flops + visits * launches * (multiplier + 1) + (update if stepped else 0.0)
     scores = choices.reference.kind in ("resident", "int8_streamed", "adapter_off", "engine")
     on_sampler = choices.reference.kind == "engine"
     score_devices = sizes.sample_devices if on_sampler else choices.devices
     score_flops = forward * choices.devices / score_devices if scores else 0.0
-    score_seconds = score_flops / (device.training_flops * efficiency.score) + (sizes.num_micro * launches if scores else 0.0)
+    score_seconds = score_flops / device.training_flops + (sizes.num_micro * launches if scores else 0.0)
     decode = _decode(request, sizes)
     return Work(
         train_flops=train_flops,
         train_seconds=train_seconds
         + (update if choices.train.rule == "adamw" and choices.train.optimizer_offload == "none" else 0.0),
         score_flops=score_flops,
-        score_seconds=score_seconds,
+        score_seconds=score_seconds / efficiency.score,
         score_on_sampler=on_sampler,
         multiplier=multiplier,
         **decode,
@@ -106,13 +107,13 @@ def _decode(request: PlanRequest, sizes: Sizes) -> dict[str, float]:
     weights = read_parameters(request, active) * (sizes.engine_bytes if choices.sample.engine == "vllm" else sizes.weight_bytes)
     read = (weights + active * card.kv_bytes(int(context), sizes.kv_bits)) / spread
     flops = card.forward_flops(active, context) / spread
-    seconds = max(read / (device.hbm_bytes_per_second * efficiency.decode), flops / (device.training_flops * efficiency.score))
+    seconds = max(read / (device.hbm_bytes_per_second * efficiency.decode), flops / device.training_flops)
     operations = DECODE_OPERATIONS if choices.sample.engine == "embedded" else 4  # an engine replays a captured graph
-    step = seconds + card.num_layers * operations * device.launch_seconds
+    step = (seconds + card.num_layers * operations * device.launch_seconds) / efficiency.sample
     prompts = batch.prompts_per_step * batch.prompt_tokens / copies
     prefill = card.forward_flops(prompts, batch.prompt_tokens / 2) / spread
     return {
-        "prefill_seconds": prefill / (device.training_flops * efficiency.score),
+        "prefill_seconds": prefill / device.training_flops / efficiency.sample,
         "decode_seconds": steps * step,
         "decode_steps": steps,
         "decode_step_seconds": step,

@@ -48,6 +48,12 @@ from trainer.types import Group, Request, derive_seed
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 _REMEMBERED_STEPS = 20
+_KNOBS = {
+    "kl": "raise train.algorithm.kl.coefficient or lower train.optimizer.learning_rate",
+    "effective_sample_fraction": "samples are too old: lower train.pool.capacity or train.sync.sync_every",
+    "throughput": "see sampler/*/busy_fraction and time/* for who is slower than before",
+    "lag": "samplers run far ahead: lower train.pool.capacity or train.sync.sync_every",
+}
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class AsyncSchedule(SyncSchedule):
         assert max(lags) <= bound, f"step {step} used a sample {max(lags)} optimizer steps old; the bound is {bound}"
         metrics = {**stats.metrics, **reward_metrics(samples, self.train.batch.group_size), **costs(samples, clock)}
         metrics |= {**lag_metrics(lags, bound), "stage/index": position.index}
+        metrics |= self._watch_anchors(step, position, samples, metrics)
         return metrics | self._heldout(step) if self._looks_at_heldout(step) else metrics
 
     def _pool_metrics(self) -> dict[str, float]:
@@ -224,7 +231,7 @@ class AsyncSchedule(SyncSchedule):
             self.supervisor.check()
             self.writer.heartbeat("waiting for samples", step, self.total)
             now = self._progress()
-            if now != seen:
+            if now != seen or self.supervisor.is_starting:
                 seen, moved_at = now, time.monotonic()
             waited = time.monotonic() - moved_at
             if waited > self.train.watchdog.deadline_seconds:
@@ -361,14 +368,13 @@ class AsyncSchedule(SyncSchedule):
         usual = median(self.rates) if len(self.rates) == _REMEMBERED_STEPS else 0.0
         ess = metrics.get("off_policy/effective_sample_fraction", 1.0)
         watched = [
-            ("kl", metrics.get("kl/mean", 0.0), alarms.kl, metrics.get("kl/mean", 0.0) > alarms.kl > 0),
             ("effective_sample_fraction", ess, alarms.effective_sample_fraction, ess < alarms.effective_sample_fraction),
             ("throughput", rate, alarms.throughput_drop * usual, rate < alarms.throughput_drop * usual),
             ("lag", metrics["lag/mean"], alarms.lag_fraction * bound, metrics["lag/mean"] > alarms.lag_fraction * bound > 0),
         ]
         for name, value, threshold, passed in watched:
             if passed:
-                reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}"
+                reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}; {_KNOBS[name]}"
                 self.writer.event("alarm", reason, step=step, signal=name, value=value, threshold=threshold)
         self.rates.append(rate)
 

@@ -104,6 +104,11 @@ class SamplerLoop:
             if self.follower.follow():
                 reason = f"loaded policy version {self.follower.version}, probe {self.follower.mismatch:.1e} off"
                 self.writer.event("sync", reason, version=self.follower.version, mismatch=self.follower.mismatch)
+            if self.follower.version < 0:
+                self._beat("waiting for the first policy")
+                self._check_learner()
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+                continue
             began = time.monotonic()
             taken = self.pool.take_orders(self.num_groups, self.follower.version, self.terms, self.book.prompt_of)
             if taken.orders:

@@ -83,8 +83,17 @@ def test_chunks_change_neither_value_nor_gradient(make_model: Any, monkeypatch: 
 
     whole = run()
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 20)
-    for a, b in zip(whole, run(), strict=True):
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunked = run()
+    for a, b in zip(whole, chunked, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+    assert not [shape for shape in kept if shape[-1:] == (20,)], "logits of a chunk are made again, not kept"
 
 
 def test_entropy_is_that_of_the_sampling_distribution() -> None:

@@ -1,0 +1,280 @@
+"""What `tithe plan` predicts beside what the real train stage takes: peak memory and step time, one process per case.
+
+Random Llamas train for a few steps on the CPU through the same stage as any campaign (`tasks.train`). Measured: the highest
+resident memory above what Python and libraries hold before any model is loaded, and the median seconds of a step. Step time is
+predicted twice: as probed, and after `tithe plan --calibrate` has learned from one case that is then left out.
+
+    python -m benchmarks.plan            make bench-plan            expected: memory within 10 %, calibrated time within 25 %
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config import CampaignConfig, validate
+from trainer.files import read_json, write_json, write_manifest
+
+RESULTS = Path(__file__).parent / "results"
+VOCABULARY = 8192
+MODELS = {
+    "29M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "89M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12},
+}
+LENGTHS = {"short": (16, 16), "long": (32, 64)}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    length: str
+    method: str = "full"
+    recompute: bool = False
+    reference: str = "none"
+    dtype: str = "float32"
+    micro_batch_tokens: int = 2048
+    rule: str = "adamw"
+    weights: str = "resident"
+
+    @property
+    def name(self) -> str:
+        extra = [self.rule if self.rule != "adamw" else "", self.weights if self.weights != "resident" else ""]
+        extra += [self.dtype if self.dtype != "float32" else "", "recompute" if self.recompute else ""]
+        extra += [f"reference {self.reference}" if self.reference != "none" else ""]
+        extra += [f"micro-batch {self.micro_batch_tokens}" if self.micro_batch_tokens != 2048 else ""]
+        return ", ".join([f"{self.model} {self.length} {self.method}", *filter(None, extra)])
+
+
+CASES = (
+    Case("29M", "short"),
+    Case("29M", "long"),
+    Case("29M", "long", recompute=True),
+    Case("29M", "long", micro_batch_tokens=256),
+    Case("29M", "long", reference="exact"),
+    Case("29M", "short", dtype="bfloat16"),
+    Case("29M", "short", "lora"),
+    Case("29M", "long", "lora"),
+    Case("29M", "long", rule="stateless"),
+    Case("29M", "long", rule="stateless", weights="tiered", dtype="bfloat16"),
+    Case("89M", "short"),
+    Case("89M", "long", recompute=True),
+    Case("89M", "short", "lora"),
+    Case("89M", "long", "lora"),
+    Case("89M", "short", rule="stateless"),
+    Case("89M", "short", rule="stateless", weights="tiered", dtype="bfloat16"),
+    Case("89M", "long", rule="stateless", weights="tiered"),
+)
+CALIBRATED_ON = CASES[1]
+
+
+def config_of(case: Case, steps: int) -> CampaignConfig:
+    prompt, completion = LENGTHS[case.length]
+    return validate(
+        {
+            "campaign": {"name": "plan-benchmark"},
+            "prepare": {"sources": [{"source": "jsonl:none.jsonl"}], "max_prompt_tokens": prompt},
+            "base": {"source": "hf:base", "dtype": case.dtype},
+            "train": {
+                "method": case.method,
+                "optimizer": {"kind": case.rule, "learning_rate": 1e-5},
+                "memory": {"weights": case.weights},
+                "lora": {"rank": 16},
+                "algorithm": {"kl": {"reference": case.reference}},
+                "batch": {"prompts_per_step": 2, "group_size": 4, "micro_batch_tokens": case.micro_batch_tokens},
+                "sampling": {"max_completion_tokens": completion},
+                "sampler": {"slots": 8},
+                "activation_checkpointing": case.recompute,
+                "stages": [{"steps": steps}],
+                "heldout": {"every_steps": 0},
+                "checkpoints": {"every_steps": steps},
+            },
+            "reward": {"verifier": "regex", "pattern": "[02468]$", "num_workers": 1},
+        }
+    )
+
+
+def write_inputs(case: Case, folder: Path) -> None:
+    """Write a random base with a tokenizer of its own, and random prompts, as the stages before would."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from trainer.policy.load import DTYPES, save_model
+    from trainer.prompts import write_prompts
+    from trainer.types import Prompt
+
+    torch.manual_seed(0)
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    shape: dict[str, Any] = MODELS[case.model]
+    config = LlamaConfig(
+        **shape, vocab_size=VOCABULARY, max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=1
+    )
+    (folder / "base").mkdir(parents=True)
+    with torch.no_grad():
+        save_model(LlamaForCausalLM(config).to(DTYPES[case.dtype]), tokenizer, folder / "base")
+    write_manifest(folder / "base", {"tokenizer_hash": "none"})
+    draw = random.Random(0)
+    length = LENGTHS[case.length][0]
+    prompts = []
+    for index in range(32):
+        ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length))
+        prompts.append(Prompt(str(index), "main", "train", " ".join(f"w{i}" for i in ids), ids, "", {}))
+    (folder / "prompts").mkdir()
+    for split, some in (("train", prompts), ("heldout", prompts[:2]), ("test", [])):
+        write_prompts(folder / "prompts", split, some)
+    write_manifest(folder / "prompts", {})
+
+
+def measure(case: Case, folder: Path, steps: int) -> None:
+    """Run the train stage in this process and write what it took."""
+    import torch
+
+    import tasks.train
+    from benchmarks.models import forget_peak, memory, warm_up
+    from tasks.registry import StagePaths
+    from trainer.metrics import METRICS, read_lines
+
+    config = config_of(case, steps)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    paths = StagePaths(
+        inputs={name: folder / name for name in ("prompts", "base", "anchors")},
+        out=folder / "out",
+        run=folder / "run",
+        identity="0" * 64,
+    )
+    paths.out.mkdir()
+    paths.run.mkdir()
+    warm_up()
+    base = forget_peak()
+    tasks.train.run(config, paths)
+    lines = [line["metrics"] for line in read_lines(paths.run / METRICS)][1:] or [{}]
+    seconds = {key: statistics.median(line[key] for line in lines if key in line) for key in lines[0] if key.startswith("time/")}
+    write_json(
+        folder / "measured.json",
+        {
+            "base_bytes": base,
+            "peak_bytes": memory("VmHWM") - base,
+            "seconds": seconds,
+            "completion_tokens": statistics.mean(line.get("completion/length_mean", 0) for line in lines),
+        },
+    )
+
+
+def run_case(case: Case, steps: int) -> dict[str, Any]:
+    """Measure one case in a process of its own."""
+    from benchmarks.models import environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for part in ("inputs", "measure"):  # two processes: writing the base must not count
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.plan",
+                    "--part",
+                    part,
+                    "--case",
+                    json.dumps(asdict(case)),
+                    "--folder",
+                    folder,
+                    "--steps",
+                    str(steps),
+                ],
+                check=True,
+                env={**environment(), "OMP_NUM_THREADS": "1"},
+            )
+        result: dict[str, Any] = read_json(place / "measured.json")
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("inputs", "measure"))
+    parser.add_argument("--case", type=json.loads)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", default="", help="run the cases whose name holds this")
+    options = parser.parse_args()
+    if options.part:
+        case = Case(**options.case)
+        if options.part == "inputs":
+            write_inputs(case, options.folder)
+        else:
+            measure(case, options.folder, options.steps)
+        return
+    report(options.steps, options.only)
+
+
+def report(steps: int, only: str) -> None:
+    """Run all cases and print predicted beside measured."""
+    from trainer.plan.hardware import load_hardware
+    from trainer.plan.plan import make_plan
+    from trainer.plan.request import plan_request
+    from trainer.plan.skeleton import load_card
+
+    hardware = load_hardware("local")
+    rows = []
+    for case in (case for case in CASES if only in case.name):
+        measured = run_case(case, steps)
+        shape = {
+            "name": case.model,
+            "model_type": "llama",
+            **MODELS[case.model],
+            "num_key_value_heads": MODELS[case.model]["num_attention_heads"],
+        }
+        card = load_card({**shape, "vocab_size": VOCABULARY, "tie_word_embeddings": False})
+        request = plan_request(config_of(case, steps), hardware, card, {"completion_tokens": measured["completion_tokens"]})
+        plan = make_plan(request)
+        fixed = plan.memory.find("device", "worker process")
+        peak, phase = plan.memory.peak("device")
+        rows.append(
+            {
+                "case": case.name,
+                "predicted_bytes": peak - fixed,
+                "phase": phase,
+                "measured_bytes": measured["peak_bytes"],
+                "base_bytes": measured["base_bytes"],
+                "seconds": measured["seconds"],
+                "predicted_seconds": {
+                    "sample": plan.schedule.sample_seconds,
+                    "learn": plan.schedule.train_seconds + plan.schedule.score_seconds,
+                },
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    table = Table(title="tithe plan: predicted beside measured")
+    for column in ("case", "predicted", "measured", "error", "phase"):
+        table.add_column(column)
+    for row in rows:
+        error = row["predicted_bytes"] / row["measured_bytes"] - 1
+        table.add_row(
+            row["case"],
+            f"{row['predicted_bytes'] / 1e6:,.0f} MB",
+            f"{row['measured_bytes'] / 1e6:,.0f} MB",
+            f"{error:+.1%}",
+            row["phase"],
+        )
+    Console().print(table)
+    write_json(RESULTS / "plan.json", rows)
+
+
+if __name__ == "__main__":
+    main()
