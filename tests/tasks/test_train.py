@@ -470,7 +470,7 @@ def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path],
     process.terminate()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
-    assert errors.strip() == "error: stopped by SIGTERM after a checkpoint; run the same command again to go on"
+    assert errors.strip() == "stopped: stopped by SIGTERM after a checkpoint; run the same command again to go on"
     done = steps(root / "run" / "train")[-1]
     assert (root / "run" / "train" / "checkpoints" / f"step_{done:06d}").is_dir() or done == 0
     assert not (root / "artifacts" / "policy").exists()
