@@ -10,7 +10,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
 .PHONY: help setup quickstart up test test-unit lint format bench bench-trl vllm-env smollm2 clean
 
@@ -67,7 +68,7 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := sampler pool async rewards overhead memory tiers trl
+BENCHMARKS := sampler pool async rewards overhead memory tiers anchors trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup

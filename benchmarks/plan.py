@@ -47,10 +47,13 @@ class Case:
     reference: str = "none"
     dtype: str = "float32"
     micro_batch_tokens: int = 2048
+    rule: str = "adamw"
+    weights: str = "resident"
 
     @property
     def name(self) -> str:
-        extra = [self.dtype if self.dtype != "float32" else "", "recompute" if self.recompute else ""]
+        extra = [self.rule if self.rule != "adamw" else "", self.weights if self.weights != "resident" else ""]
+        extra += [self.dtype if self.dtype != "float32" else "", "recompute" if self.recompute else ""]
         extra += [f"reference {self.reference}" if self.reference != "none" else ""]
         extra += [f"micro-batch {self.micro_batch_tokens}" if self.micro_batch_tokens != 2048 else ""]
         return ", ".join([f"{self.model} {self.length} {self.method}", *filter(None, extra)])
@@ -60,16 +63,20 @@ CASES = (
     Case("29M", "short"),
     Case("29M", "long"),
     Case("29M", "long", recompute=True),
-    Case("29M", "long", micro_batch_tokens=512),
-    Case("29M", "short", "lora"),
-    Case("29M", "long", "lora"),
+    Case("29M", "long", micro_batch_tokens=256),
     Case("29M", "long", reference="exact"),
     Case("29M", "short", dtype="bfloat16"),
+    Case("29M", "short", "lora"),
+    Case("29M", "long", "lora"),
+    Case("29M", "long", rule="stateless"),
+    Case("29M", "long", rule="stateless", weights="tiered", dtype="bfloat16"),
     Case("89M", "short"),
-    Case("89M", "long"),
     Case("89M", "long", recompute=True),
     Case("89M", "short", "lora"),
-    Case("89M", "long", "lora", recompute=True),
+    Case("89M", "long", "lora"),
+    Case("89M", "short", rule="stateless"),
+    Case("89M", "short", rule="stateless", weights="tiered", dtype="bfloat16"),
+    Case("89M", "long", rule="stateless", weights="tiered"),
 )
 CALIBRATED_ON = CASES[1]
 
@@ -83,7 +90,8 @@ def config_of(case: Case, steps: int) -> CampaignConfig:
             "base": {"source": "hf:base", "dtype": case.dtype},
             "train": {
                 "method": case.method,
-                "optimizer": {"learning_rate": 1e-5},
+                "optimizer": {"kind": case.rule, "learning_rate": 1e-5},
+                "memory": {"weights": case.weights},
                 "lora": {"rank": 16},
                 "algorithm": {"kl": {"reference": case.reference}},
                 "batch": {"prompts_per_step": 2, "group_size": 4, "micro_batch_tokens": case.micro_batch_tokens},
@@ -134,24 +142,17 @@ def write_inputs(case: Case, folder: Path) -> None:
     write_manifest(folder / "prompts", {})
 
 
-def high_water() -> int:
-    """Return the highest resident memory since the last reset, in bytes (VmHWM)."""
-    text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-
-
 def measure(case: Case, folder: Path, steps: int) -> None:
     """Run the train stage in this process and write what it took."""
-    import psutil
     import torch
 
     import tasks.train
+    from benchmarks.models import forget_peak, memory, warm_up
     from tasks.registry import StagePaths
     from trainer.metrics import METRICS, read_lines
 
     config = config_of(case, steps)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.ones(64, 64) @ torch.ones(64, 64)
     paths = StagePaths(
         inputs={name: folder / name for name in ("prompts", "base", "anchors")},
         out=folder / "out",
@@ -160,8 +161,8 @@ def measure(case: Case, folder: Path, steps: int) -> None:
     )
     paths.out.mkdir()
     paths.run.mkdir()
-    base = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")
+    warm_up()
+    base = forget_peak()
     tasks.train.run(config, paths)
     lines = [line["metrics"] for line in read_lines(paths.run / METRICS)][1:] or [{}]
     seconds = {key: statistics.median(line[key] for line in lines if key in line) for key in lines[0] if key.startswith("time/")}
@@ -169,7 +170,7 @@ def measure(case: Case, folder: Path, steps: int) -> None:
         folder / "measured.json",
         {
             "base_bytes": base,
-            "peak_bytes": high_water() - base,
+            "peak_bytes": memory("VmHWM") - base,
             "seconds": seconds,
             "completion_tokens": statistics.mean(line.get("completion/length_mean", 0) for line in lines),
         },
@@ -177,6 +178,9 @@ def measure(case: Case, folder: Path, steps: int) -> None:
 
 
 def run_case(case: Case, steps: int) -> dict[str, Any]:
+    """Measure one case in a process of its own."""
+    from benchmarks.models import environment
+
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for part in ("inputs", "measure"):  # two processes: writing the base must not count
@@ -195,7 +199,7 @@ def run_case(case: Case, steps: int) -> dict[str, Any]:
                     str(steps),
                 ],
                 check=True,
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                env={**environment(), "OMP_NUM_THREADS": "1"},
             )
         result: dict[str, Any] = read_json(place / "measured.json")
         return result

@@ -22,13 +22,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tasks.train
+from tasks.anchors import describe
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, DivergedError, StopRequested
-from trainer.files import sha256_file, write_json
+from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
 
@@ -325,6 +326,98 @@ def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, mon
     alarms = [event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "mismatch"]
     assert alarms
     assert "0.1 nats apart" in alarms[0]["reason"]
+
+
+# -- guards of the anchors --------------------------------------------------------------------------------------------
+
+AGEING = {"anchors": {"refresh_every": 3, "max_drift": 0.0, "audit_every": 2, "audit_relative": 9.0, "audit_samples": 8}}
+
+
+def column(run: Path, name: str) -> dict[int, float]:
+    """A metric by step, where it was written."""
+    return {line["step"]: line["metrics"][name] for line in read_lines(run / "metrics.jsonl") if name in line["metrics"]}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_anchors_are_made_anew_and_a_stopped_run_goes_on_to_the_same_bits(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    difference = lay_over(AGEING, {"train": {"method": method}})
+    expected = digests(train(difference, run="whole"))
+    run = tmp_path / "whole"
+    assert [event["reason"].partition(": ")[2][:11] for event in events(run, "refresh")] == ["3 steps old"] * 3
+    versions = sorted(path.name for path in (run / "anchors").iterdir())
+    assert versions == ["v000001", "v000002", "v000003"], "and none after the last step, for nobody"
+    manifest = read_manifest(run / "anchors" / "v000002")
+    assert manifest is not None
+    assert (manifest["version"], manifest["step"], manifest["policy_version"]) == (2, 6, 24)
+    assert column(run, "anchors/version") == {step: min(step // 3, 3) for step in range(1, 11)}
+    assert sorted(column(run, "anchors/audit_exact")) == [2, 4, 6, 8, 10]
+    assert set(column(run, "memory/reference_bytes").values()) == {0.0}
+    fed = column(run, "reference/tokens")
+    assert [step for step, tokens in fed.items() if tokens] == [2, 3, 4, 6, 8, 9, 10]
+    drift = column(run, "anchors/drift")
+    assert drift[4] < drift[3], "new anchors are fresh"
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 11)
+        with pytest.raises(StopRequested):
+            train(difference)
+    assert digests(train(difference)) == expected
+    assert [event["step"] for event in events(tmp_path / "run", "refresh")] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("anchors", "reason"),
+    [
+        ({"max_drift": 1e-9, "audit_every": 0}, "drift"),
+        ({"max_drift": 0.0, "audit_every": 1, "audit_relative": 1e-6, "audit_absolute": 1e-9}, "audit"),
+    ],
+)
+def test_drift_and_audit_force_a_refresh_and_say_so(train: Train, tmp_path: Path, anchors: dict[str, Any], reason: str) -> None:
+    train({"anchors": anchors, "train": {"stages": [{"steps": 3, "sources": ["plus"]}]}})
+    told = events(tmp_path / "run", "refresh")
+    assert told
+    assert all(f": {reason}" in event["reason"] for event in told)
+    assert all(event["kl_after"] >= 0 for event in told)
+
+
+def test_the_policy_as_its_own_anchor_still_shows_its_total_drift(train: Train, tmp_path: Path) -> None:
+    train(lay_over(AGEING, {"anchors": {"source": "policy"}}))
+    run = tmp_path / "run"
+    told = events(run, "refresh")
+    assert all(event["kl_after"] < 1e-5 for event in told)
+    assert column(run, "anchors/total_drift")[6] > told[1]["kl_after"]
+    assert (read_manifest(run / "anchors" / "v000001") or {})["source"] == "policy"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_damaged_version_is_scored_again_and_said(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """To the same bits; where the completions are lost too, the run goes on with anchors of the policy as it is."""
+    expected = digests(train(AGEING, run="whole"))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 9)
+        with pytest.raises(StopRequested):
+            train(AGEING)
+    newest = sorted((tmp_path / "run" / "anchors").iterdir())[-1]
+    shard = newest / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged by its sha256: shard-00000.safetensors"):
+        describe(newest)
+    if lost:
+        os.truncate(newest / "completions.safetensors", 100)
+    same = digests(train(AGEING)) == expected
+    rebuilt = events(tmp_path / "run", "rebuild")
+    if lost:
+        assert not rebuilt
+        assert any("is damaged" in event["reason"] for event in events(tmp_path / "run", "refresh"))
+    else:
+        assert same
+        assert "shard-00000.safetensors did not match its sha256" in rebuilt[0]["reason"]
+        assert describe(newest)[0].startswith(f"anchors {newest.name} on completions of policy version ")
 
 
 # -- killed for real -----------------------------------------------------------------------------------------------------

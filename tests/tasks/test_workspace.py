@@ -138,6 +138,16 @@ def test_a_run_directory_of_another_configuration_is_refused(tmp_path: Path) -> 
     assert (run / "config.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("text", ["{", '{"campaign": {"name": "old", "colour": "red"}}'])
+def test_a_run_directory_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BusyError, match="is no configuration of this version"):
+        workspace(tmp_path, run=run).claim_run()
+    assert (run / "config.json").read_text(encoding="utf-8") == text
+
+
 def test_a_directory_with_other_files_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("x", encoding="utf-8")
     with pytest.raises(BusyError, match="is not empty"):

@@ -300,7 +300,7 @@ def _other_flows(flows: _Flows) -> None:
     share = min(1.0, updates / sample.sync_every)
     every = f", every {sample.sync_every} optimizer steps" if sample.sync_every > 1 else ""
     own = flows.request.choices.sample.devices > 0
-    if kind == "weights":
+    if kind == "weights" and request.choices.sample.engine == "vllm":
         size = card.parameters * max(sizes.engine_bytes, 1.0) / sizes.engine_spread * share
         flows.add(
             "policy handed over",

@@ -27,7 +27,8 @@ COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in it
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
 ENGINE_WORKSPACE = 1.0e9  # an engine's activations and captured graphs
 EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
-CPU_CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
+CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
+LAYERWISE_CHUNK_ELEMENTS = 2**22  # the same, layer by layer
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def sizes_of(request: PlanRequest) -> Sizes:
     weight = BYTES[train.dtype]
     is_lora = train.method == "lora"
     activation = 4 if (train.compute_dtype or ("float32" if train.dtype == "float32" else "bfloat16")) == "float32" else 2
+    if request.hardware.is_cpu and train.layer_major:
+        activation = 4  # a CPU computes in float32 whatever is stored
     own = float(activation) if is_lora and weight < 2 else weight  # an adapter on a quantised backbone is not quantised
     gradient = BYTES[train.gradient_dtype] if train.gradient_dtype else own
     master = train.master if train.master is not None else (train.rule in ("adamw", "sgd") and own < 4)
@@ -207,14 +210,14 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     hosts = request.hardware.hosts(devices)
     if train.residency == "resident":
         bill.add("device", "weights", total, f"P {card.parameters:,} x {w:g} B")
+        if train.split:
+            bill.add("device", "lower halves of weights", card.parameters * 2.0, "P x 2 B, read by the update only")
     elif train.residency == "tiered":
         unit = max(block.parameters for block in card.blocks) * w
         slots = min(train.slots, card.num_layers)
         bill.add("device", "layer slots", slots * unit, f"{slots} slots x largest layer {unit / 1e6:,.0f} MB")
         hot = min(train.resident_layers, card.num_layers)
         bill.add("device", "resident layers", hot * unit, f"{hot} layers x {unit / 1e6:,.0f} MB")
-        edge = min(max(card.embedding, card.head) * w, 2 * unit)
-        bill.add("device", "chunks of embedding and head", edge, "at most two layers' worth of the larger of the two")
         if train.cold == "host":
             bill.add("host", "cold weights", total / hosts, f"P x {w:g} B / {hosts} hosts")
             if train.method == "full":
@@ -250,6 +253,9 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add(
             "device", "collective buffers", min(COLLECTIVE_BUFFER, total), "flat buffers of gather and reduce", ("score", "train")
         )
+    if bill.on_cpu and train.layer_major and w < 4:
+        desk = card.largest_block * 4.0
+        bill.add("device", "one layer in float32", desk, f"largest layer {card.largest_block:,} x 4 B: what a CPU computes with")
     if train.method == "lora":
         own = max(sizes.activation_bytes, 2.0) if w < 2 else w
         bill.add(
@@ -270,6 +276,15 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     if train.rule == "stateless":
         if train.layer_major:
             layer = card.gathered_block(train.expert_parallel) * 4
+            rows = max(card.head, card.embedding)
+            if rows <= card.largest_block:
+                bill.add(
+                    "device",
+                    "gradient of the head",
+                    rows * 4 / shards,
+                    f"{rows:,} x 4 B: the head fits one block and waits to the end",
+                    ("train",),
+                )
             bill.add("device", "gradient of one layer", layer, "largest layer x 4 B: exact accumulation in float32", ("train",))
         else:
             tensor = card.gathered_tensor(train.expert_parallel)
@@ -325,55 +340,65 @@ def _saved(card: ModelCard, request: PlanRequest, b: int) -> tuple[float, float]
 
 
 def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
+    """What one forward and backward keeps: between layers, inside them, and logits."""
     card, train = request.card, request.choices.train
     b, tokens, h = sizes.activation_bytes, sizes.micro_tokens, card.hidden_size
     every, largest = _saved(card, request, b)
-    inner_backward = max(backward_per_token(block, h, b) for block in card.blocks)
-    if train.recompute or train.layer_major:
-        held = sizes.rank_tokens if train.layer_major else tokens
-        of = "all micro-batches of a step" if train.layer_major else "one micro-batch"
-        place = "host" if train.boundary == "host" else "device"
-        boundary = (card.num_layers + 1) * held * h * b
-        copies = min(request.hardware.host.devices, request.choices.devices) if place == "host" else 1
-        bill.add(
-            place,
-            "activations between layers",
-            boundary * copies,
-            f"(L + 1) x {held:,.0f} tokens x h x {b} B, of {of}" + (f", x {copies} devices" if copies > 1 else ""),
-            ("train",),
-        )
-        if place == "host":
-            bill.add("device", "activations in flight", 2 * tokens * h * b, "two boundaries of one micro-batch", ("train",))
-        inside = tokens * (largest + inner_backward)
-        formula = f"{tokens:,.0f} tokens x {largest + inner_backward:,.0f} B kept and worked on in one layer"
-    else:
-        inside = tokens * (every + inner_backward)
-        formula = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {inner_backward:,.0f} B worked on in one)"
-    logit_tokens = min(tokens, train.head_chunk_tokens or tokens)
+    working = max(backward_per_token(block, h, b) for block in card.blocks)
+    chunk = LAYERWISE_CHUNK_ELEMENTS if train.layer_major else CHUNK_ELEMENTS
+    logit_tokens = min(tokens, train.head_chunk_tokens or tokens, max(1.0, chunk // card.vocab_size) if bill.on_cpu else tokens)
     per_logit = logits_per_token(card.vocab_size, b)
-    if bill.on_cpu:
-        logit_tokens = min(logit_tokens, max(1.0, CPU_CHUNK_ELEMENTS // card.vocab_size))
-    logits = logit_tokens * per_logit
-    if train.recompute or train.layer_major:  # logits are gone when the last layer is worked on
-        name = "activations of one layer, or logits"
-        bill.add(
-            "device",
-            name,
-            max(inside, logits),
-            formula
-            if inside >= logits
-            else f"{logit_tokens:,.0f} tokens x V {card.vocab_size:,} x {per_logit / card.vocab_size:g} B",
-            ("train",),
+    logits, said = (
+        logit_tokens * per_logit,
+        f"{logit_tokens:,.0f} tokens x V {card.vocab_size:,} x {per_logit / card.vocab_size:g} B",
+    )
+    terms: list[tuple[str, float, str]] = []
+    if train.recompute or train.layer_major:
+        _boundaries(bill, request, sizes, terms)
+        inside, how = (
+            tokens * (largest + working),
+            f"{tokens:,.0f} tokens x {largest + working:,.0f} B kept and worked on in one layer",
         )
+        # Logits are gone when the last layer is worked on.
+        terms.append(("activations of one layer, or logits", max(inside, logits), how if inside >= logits else said))
     else:
-        bill.add("device", "activations", inside, formula, ("train",))
-        bill.add(
-            "device",
-            "logits",
-            logits,
-            f"{logit_tokens:,.0f} tokens x V {card.vocab_size:,} x {per_logit / card.vocab_size:g} B",
-            ("train",),
-        )
+        how = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {working:,.0f} B worked on in one)"
+        terms += [("activations", tokens * (every + working), how), ("logits", logits, said)]
+    spared = _spared(request, sizes, sum(size for _, size, _ in terms))
+    for name, size, formula in terms:
+        less = min(size, spared)
+        spared -= less
+        taken = f", less {less / 1e6:,.0f} MB of gradients that do not exist yet" if less else ""
+        bill.add("device", name, size - less, formula + taken, ("train",))
+
+
+def _boundaries(bill: Bill, request: PlanRequest, sizes: Sizes, terms: list[tuple[str, float, str]]) -> None:
+    """Hidden states between layers: of one micro-batch, or of all of a step where layers are the outer loop."""
+    card, train = request.card, request.choices.train
+    b, h, updates = sizes.activation_bytes, card.hidden_size, request.choices.batch.minibatches
+    held = sizes.rank_tokens / updates if train.layer_major else sizes.micro_tokens
+    of = "all micro-batches of a step" if train.layer_major else "one micro-batch"
+    size, formula = (card.num_layers + 1) * held * h * b, f"(L + 1) x {held:,.0f} tokens x h x {b} B, of {of}"
+    if train.boundary == "host" and not bill.on_cpu:
+        copies = min(request.hardware.host.devices, request.choices.devices)
+        bill.add("host", "activations between layers", size * copies, f"{formula}, x {copies} devices", ("train",))
+        terms.append(("activations in flight", 2 * sizes.micro_tokens * h * b, "two boundaries of one micro-batch"))
+    else:
+        terms.append(("activations between layers", size, formula))
+
+
+def _spared(request: PlanRequest, sizes: Sizes, activations: float) -> float:
+    """Return the bytes of activations that are gone before as many bytes of gradients exist.
+
+    With one micro-batch an optimizer step, gradients grow layer by layer while backward frees activations, so the peak is the
+    larger of the two and not their sum; the head's gradient comes first. Accumulation over several has both.
+    """
+    train, batch = request.choices.train, request.choices.batch
+    one = sizes.rank_tokens / batch.minibatches <= batch.micro_batch_tokens
+    if train.rule == "stateless" or sizes.shards > 1 or not one:
+        return 0.0
+    head = (request.card.head or request.card.embedding) if train.method == "full" else 0
+    return min(activations, max(0.0, (sizes.trained - head) * sizes.gradient_bytes))
 
 
 # -- reference, reward ------------------------------------------------------------
@@ -480,13 +505,28 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add("sampler", "engine's workspace", ENGINE_WORKSPACE, "activations of prefill, captured graphs", held)
         kv_phases = held if not (asleep or own or together) else (while_sampling if asleep or together else ALWAYS)
     else:
-        kv_phases = while_sampling
+        kv_phases = ALWAYS if sample.processes else while_sampling
+    beside = max(1, sample.processes)
+    if sample.processes:
+        copies = f"{sample.processes} samplers x "
+        bill.add(
+            "sampler",
+            "samplers' weights",
+            sample.processes * card.parameters * sizes.weight_bytes,
+            f"{copies}P x {sizes.weight_bytes:g} B",
+        )
+        bill.add(
+            "host",
+            "samplers' processes",
+            sample.processes * request.hardware.process_bytes,
+            f"{copies}Python, torch and transformers",
+        )
     length = batch.longest if sample.engine == "embedded" else math.ceil(batch.prompt_tokens + batch.completion_tokens)
     sequences = kv_sequences(request, sizes)
     kind = f"pages of {sample.page_tokens}" if sample.engine == "vllm" else "static slots"
     per_token = card.kv_bytes_per_token(sizes.kv_bits)
     formula = f"{sequences:,.0f} sequences x {length:,} tokens x {per_token:,.0f} B, {kind}" + _over(spread)
-    kv = kv_pool_bytes(request, sizes)
+    kv = kv_pool_bytes(request, sizes) * beside
     bill.add("sampler", "KV cache", kv, formula, kv_phases)
     if sample.kv_host_share:
         bill.add(
@@ -510,7 +550,7 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add(
             "device", "distributions of one token", sequences * card.vocab_size * 12, "sequences x V x 3 x 4 B", while_sampling
         )
-        if choices.train.residency in ("sharded", "zero3", "tiered"):
+        if choices.train.residency in ("sharded", "zero3"):
             unit = card.gathered_unit(choices.train.expert_parallel) * sizes.weight_bytes
             bill.add(
                 "device",

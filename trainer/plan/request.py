@@ -58,6 +58,8 @@ class TrainChoice(Section):
     """Layers of a tiered model that never leave the device."""
     slots: Annotated[int, Field(ge=1)] = 2
     """Layers that are on the device at once while weights are streamed or gathered; 1 means no prefetch."""
+    split: bool = False
+    """Stateless: bfloat16 weights have 16 more bits that only the update reads."""
     expert_parallel: Count = 1
     """Devices over which a layer's experts are spread: tokens travel to them instead of their weights."""
     layer_major: bool = False
@@ -93,6 +95,8 @@ class TrainChoice(Section):
 class SampleChoice(Section):
     engine: Literal["embedded", "vllm"] = "embedded"
     """`embedded` samples with the learner's own weights; `vllm` keeps its own copy."""
+    processes: Annotated[int, Field(ge=0)] = 0
+    """Embedded samplers in processes of their own beside the learner, each with its own copy of the weights."""
     dtype: Dtype | None = None
     """Type of the engine's weights; None: the learner's. An embedded sampler always has the learner's."""
     kv_bits: Literal[8, 16, 32] | None = None
@@ -213,7 +217,7 @@ class Choices(Section):
                 train.expert_parallel,
                 "is for weights that devices share; set train.residency: sharded or zero3",
             )
-        if self.schedule.kind == "async" and sample.engine == "embedded":
+        if self.schedule.kind == "async" and sample.engine == "embedded" and not sample.processes:
             refuse(
                 "schedule.kind",
                 "async",
@@ -324,9 +328,9 @@ def choices_of(
     """
     train, kl = config.train, config.train.algorithm.kl
     cap = max([stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages])
-    reference = {"none": "none", "anchors": "anchors", "exact": "adapter_off" if train.method == "lora" else "resident"}[
-        kl.reference
-    ]
+    exact = "adapter_off" if train.method == "lora" else "resident"
+    reference = exact if kl.reference == "exact" else kl.reference
+    memory = train.memory
     prompt_cap = config.prepare.max_prompt_tokens
     tree: dict[str, Any] = {
         "devices": 1,
@@ -335,7 +339,14 @@ def choices_of(
             "rule": train.optimizer.kind,
             "dtype": config.base.dtype,
             "gradient_dtype": "float32",  # micro-batches add up in float32
-            "recompute": train.activation_checkpointing,
+            "residency": memory.weights,
+            "cold": memory.source,
+            "resident_layers": memory.resident_layers,
+            "slots": memory.prefetch + 2 if memory.prefetch else 1,
+            "split": memory.split,
+            "layer_major": train.layer_major,
+            "boundary": memory.boundaries,
+            "recompute": train.activation_checkpointing or train.layer_major,
             "lora": {"rank": train.lora.rank, "target_modules": list(train.lora.target_modules)},
         },
         "sample": {
@@ -357,6 +368,10 @@ def choices_of(
         },
         "schedule": {"kind": train.schedule, "steps": sum(stage.steps for stage in train.stages)},
     }
+    if train.schedule == "async":
+        tree["sample"] |= {"sync": train.sync.mode if train.sampler.kind == "vllm" else None, "sync_every": train.sync.sync_every}
+        tree["sample"]["processes"] = train.sampler.processes if train.sampler.kind == "embedded" else 0
+        tree["schedule"] |= {"max_lag": train.sync.max_policy_update_lag, "pool_samples": train.pool.capacity}
     return validate_as(Choices, tree, "plan")
 
 

@@ -176,6 +176,13 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         (["train.sampling.repetition_penalty=1.1"], "train.sampling.repetition_penalty", "set repetition_penalty: 1.0"),
         (["train.batch.minibatches=1000"], "train.batch.minibatches", "512"),
         (["anchors.num_prompts=0"], "train.algorithm.kl.reference", "exact"),
+        (["anchors.audit_relative=0", "anchors.audit_absolute=0"], "anchors.audit_absolute", "above 0"),
+        (["anchors.source=policy", "anchors.audit_every=0"], "anchors.audit_every", "drift from the reference"),
+        (
+            ["train.algorithm.kl.reference=exact", "train.algorithm.kl.direction=reference_to_policy"],
+            "train.algorithm.kl.direction",
+            "estimator: k3",
+        ),
         (["prepare.heldout_fraction=0.6", "prepare.test_fraction=0.4"], "prepare.heldout_fraction", "lower one"),
         (["prepare.sources.0.num_rows="], "prepare.sources.0.num_rows", "how many rows"),
         (["prepare.sources.0.source=jsonl:x.jsonl"], "reward.verifier", "exact or math"),

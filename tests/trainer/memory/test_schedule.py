@@ -31,7 +31,7 @@ class Collector:
         self.squares[group] = float(squares)
         return True
 
-    def take(self, unit: Unit, gradients: dict[str, Tensor]) -> bool:
+    def take(self, unit: Unit, gradients: dict[str, Tensor], rows_U: Tensor | None = None) -> bool:
         self.passes(unit.name, squared_norm(gradients.values(), torch.device("cpu")))
         for part in unit.parts:
             self.apply(unit, part, gradients[part.name])
