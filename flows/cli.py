@@ -5,6 +5,7 @@ run, resume       a whole campaign, in Prefect           up          Prefect and
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
+anchors show DIR  what anchors a directory holds
 preflight         can this reward teach this base?
 """
 
@@ -21,9 +22,10 @@ import typer
 from flows.leave import Leave
 from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
+from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import ModelError, StopRequested, TitheError
+from trainer.errors import ModelError, TitheError, name_os_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -165,8 +167,8 @@ def preflight(
 
 @app.command()
 def up(
-    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prefect's API and UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of MLflow.")] = 5000,
 ) -> None:
     """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
 
@@ -219,6 +221,19 @@ def replay(
     print("the policy is bit for bit the recorded one")
 
 
+@app.command("anchors-show")
+def show_anchors(
+    directory: Annotated[Path, typer.Argument(help="artifacts/anchors, or a version: runs/<run>/train/anchors/v000001.")],
+) -> None:
+    """Say whose anchors a directory holds, how many, and whether every file is whole. The same as `tithe anchors show DIR`.
+
+    Example: tithe anchors show artifacts/anchors
+    """
+    from tasks.anchors import describe
+
+    print("\n".join(describe(directory)))
+
+
 @app.command("dvc-yaml", hidden=True)
 def dvc_yaml() -> None:
     """Write dvc.yaml of the default campaign from the registry of stages."""
@@ -263,13 +278,16 @@ def main() -> None:
     leave = Leave()
     code: int | str | None = 0
     try:
-        app(obj=leave)
+        arguments = sys.argv[1:]
+        if arguments[:2] == ["anchors", "show"]:  # `anchors` alone is the stage, which takes a recipe
+            arguments = ["anchors-show", *arguments[2:]]
+        app(arguments, obj=leave)
     except SystemExit as end:
         code = end.code
     except TitheError as error:
-        for line in str(error).splitlines():
-            print(f"{'stopped' if isinstance(error, StopRequested) else 'error'}: {line}", file=sys.stderr)
-        code = error.exit_code
+        code = tell(error)
+    except OSError as error:
+        code = tell(name_os_error(error))
     if leave.at_once:
         sys.stdout.flush()
         sys.stderr.flush()

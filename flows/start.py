@@ -6,8 +6,12 @@ What takes long starts early and side by side: the process that stages are forke
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from flows.console import Console
 from flows.leave import Leave
@@ -17,7 +21,7 @@ from flows.summary import comparison, mlflow_link, report_page
 from tasks.locks import Owner
 from tasks.record import truth
 from tasks.registry import get_stage
-from tasks.workspace import REPOSITORY, Workspace
+from tasks.workspace import Workspace
 from trainer.errors import StopRequested
 from trainer.files import read_json, read_manifest
 from trainer.metrics import HEARTBEAT
@@ -123,12 +127,36 @@ def show_end(workspace: Workspace, console: Console) -> None:
     link = mlflow_link(workspace)
     if link:
         console.say(f"MLflow: {link}")
-    here = workspace.root == REPOSITORY
-    folder = "" if here else f"cd {os.path.relpath(workspace.root)} && "
-    change = "-S train.optimizer.learning_rate=2e-4 -S campaign.name=faster"
-    console.say("next: tithe up                     browse this run in Prefect and MLflow")
-    console.say(f"      tithe run {change}     another campaign beside this one")
-    console.say(f"      {folder}dvc repro                      nothing to do now; after a change, only what depends on it")
+    for line in next_commands(workspace):
+        console.say(line)
+
+
+def next_commands(workspace: Workspace) -> list[str]:
+    """Return what a person may type next, so that it works in their shell as it is: the programs need not be on its PATH."""
+    tithe, dvc = program("tithe"), program("dvc")
+    folder = "" if workspace.root == Path.cwd() else f"--cd {shlex.quote(_near(workspace.root))} "
+    commands = {
+        f"{tithe} up": "browse this run in Prefect and MLflow",
+        f"{tithe} run -S train.optimizer.learning_rate=2e-4 -S campaign.name=faster": "another campaign beside this one",
+        f"{dvc} {folder}repro": "nothing to do now; after a change, only what depends on it",
+    }
+    width = max(map(len, commands))
+    return [f"{'' if n else 'next:':5} {text:<{width}}  # {why}" for n, (text, why) in enumerate(commands.items())]
+
+
+def program(name: str) -> str:
+    """Return how a shell finds a program of this environment: by its name when it is on the PATH, else by where it lies."""
+    own = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not own.exists() or (found is not None and Path(found).absolute() == own.absolute()):
+        return name
+    return shlex.quote(_near(own))
+
+
+def _near(path: Path) -> str:
+    """Return a path from here, unless it only leads up and away."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def show_status(workspace: Workspace) -> None:

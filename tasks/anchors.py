@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tasks.command import main
 from tasks.registry import StagePaths
-from trainer.anchors.store import Origin, Settings, build_anchors, choose_prompts, manifest_facts
+from trainer.anchors.store import Origin, Settings, build_anchors, choose_prompts, damaged_files, manifest_facts
 from trainer.config import CampaignConfig
+from trainer.errors import DataError
 from trainer.files import read_manifest
 from trainer.metrics import RunWriter
 from trainer.policy.load import eos_token_ids, load_model
@@ -43,6 +45,34 @@ class _Beat:
     def written(self, done: int, total: int) -> None:
         self.before = done
         self.writer.heartbeat(self.doing, done, total)
+
+
+def describe(directory: Path) -> list[str]:
+    """Return what a directory of anchors holds, line by line.
+
+    Raises:
+        DataError: it holds no anchors, or files of it are damaged.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None or "shards" not in manifest or "num_completions" not in manifest:
+        raise DataError(str(directory), "holds no anchors; name artifacts/anchors or a version in a run's train/anchors")
+    damaged = damaged_files(directory)
+    if damaged:
+        what = "a run scores them again when it goes on; for the artifact run `tithe anchors` again"
+        raise DataError(str(directory), f"damaged by its sha256: {', '.join(damaged)}; {what}")
+    made = f"on completions of policy version {manifest['policy_version']}, scored by the {manifest['source']}"
+    why = f"; step {manifest['step']}: {manifest['reason']}" if "reason" in manifest else ""
+    size = sum(fact["bytes"] for fact in manifest["files"].values())
+    counts = {name: manifest[f"num_{name}"] for name in ("prompts", "completions", "tokens")}
+    return [
+        f"anchors v{manifest['version']:06d} {made}{why}",
+        "  " + ", ".join(f"{count:,} {name}" for name, count in counts.items()),
+        f"  top K {manifest['top_k']}, temperature {manifest['temperature']:g}, length cap {manifest['max_completion_tokens']}",
+        f"  {len(manifest['shards'])} shards, {size:,} bytes, every sha256 right",
+        f"  model {manifest['model_sha256']}",
+        f"  tokenizer {manifest['tokenizer_hash']}",
+        f"  content {manifest['content_sha256']}",
+    ]
 
 
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         model = from_gguf(config)
     else:
         model = load_model(resolve_directory(config.base), config.base.dtype)
-    check_vocabulary(model, tokenizer, paths.out)
+    check_vocabulary(model, tokenizer, f"base.source = {config.base.source!r}")
     with torch.no_grad():
         save_model(model, tokenizer, paths.out)
     parameters = sum(p.numel() for p in model.parameters())

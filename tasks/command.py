@@ -18,7 +18,7 @@ from tasks.stage import run_stage, stop_on_signals
 from tasks.tracking import PARENT_TRACKS, Session
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
-from trainer.errors import StopRequested, TitheError
+from trainer.errors import ConfigError, StopRequested, TitheError, first_line, name_os_error
 from trainer.files import read_json
 from trainer.processes import die_with_parent
 
@@ -38,7 +38,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read_config(path: Path) -> CampaignConfig:
-    return validate(read_json(path)) if path.suffix == ".json" else load_config(path)
+    if path.suffix != ".json":
+        return load_config(path)
+    try:
+        tree = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--config", str(path), f"cannot be read ({first_line(error)}); name a config.json") from None
+    return validate(tree)
 
 
 def limit_threads(config: CampaignConfig) -> None:
@@ -91,7 +97,14 @@ def main(arguments: list[str]) -> int:
         stages = every if options.stage == "all" else (get_stage(options.stage, workspace.stages),)
         run_stages(workspace, stages, options.force, not options.no_tracking)
     except TitheError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
+    except OSError as error:
+        return tell(name_os_error(error))
     return 0
+
+
+def tell(error: TitheError) -> int:
+    """Print what went wrong, a line each, and return the exit code."""
+    for line in str(error).splitlines():
+        print(f"{'stopped' if isinstance(error, StopRequested) else 'error'}: {line}", file=sys.stderr)
+    return error.exit_code

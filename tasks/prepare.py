@@ -10,6 +10,7 @@ source, in the manifest and in events.jsonl. Run alone: `python -m tasks.prepare
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -112,8 +113,10 @@ def gold_answer(source: PromptSource, row: Row) -> str:
         return ""
     if value is _NO_TEXT or value is None or (isinstance(value, str) and not value.strip()):
         raise RowProblem(f"has no answer in field {source.answer_field!r}")
-    if not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowProblem(f"has a {type(value).__name__} in field {source.answer_field!r}; an answer is text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowProblem(f"has {value} in field {source.answer_field!r}; an answer is text or a finite number")
     text = str(value)
     if source.answer_pattern is not None:
         match = re.search(source.answer_pattern, text)

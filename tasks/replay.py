@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tasks.registry import get_stage
-from tasks.train import build_learner, load_policy
+from tasks.train import build_guard, build_learner, load_policy
 from tasks.workspace import Workspace
 from trainer.config import validate
 from trainer.errors import ConfigError, DataError
 from trainer.experience.pool import Pool
 from trainer.files import new_directory, read_json, sha256_file, write_json
+from trainer.policy.load import eos_token_ids
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
+from trainer.rollout.embedded import EmbeddedSampler
 from trainer.schedule.replay import replay
 from trainer.schedule.terms import open_database, pool_url
 
@@ -59,7 +61,9 @@ def replay_run(run: Path, on_step: Callable[[int, int], None] = lambda step, tot
             tokenizer = load_tokenizer(paths.inputs["base"])
             policy, engine = load_policy(config, paths)
             learner = build_learner(config, paths, policy, engine)
-            done = replay(learner, pool, config.train.stages, on_step)
+            sampler = EmbeddedSampler(policy.model, config.train.sampler.slots, tokenizer.pad_token_id or 0)
+            guard = build_guard(config, paths, learner, sampler, prompts, eos_token_ids(policy.model, tokenizer))
+            done = replay(learner, pool, config.train.stages, on_step, guard)
             policy.save(out, tokenizer)
             total = sum(rl_stage.steps for rl_stage in config.train.stages)
             artifact = _same_files(out, workspace.artifact("policy")) if done.num_steps == total else None

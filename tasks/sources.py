@@ -15,11 +15,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.config import CampaignConfig
 from trainer.config.schema import PromptSource
-from trainer.errors import ConfigError, DataError, nearest
+from trainer.errors import NOBODYS_FAULT, ConfigError, DataError, first_line, nearest
 from trainer.files import MANIFEST
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -110,15 +110,23 @@ def _find_file(source: PromptSource, key: str) -> Path:
             problem = "no such file; give the right path"
         raise ConfigError(f"{key}.source", source.source, problem)
     if not path.is_file():
-        raise ConfigError(f"{key}.source", source.source, "is a directory; name a file, or use hf:<directory>")
+        what = "is a directory; name a file, or use hf:<directory>" if path.is_dir() else "is no regular file; name one"
+        raise ConfigError(f"{key}.source", source.source, what)
     if path.stat().st_size == 0:
         raise DataError(source.locator, "is empty; give a file with at least one row")
     return path
 
 
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(str(path), f"cannot be opened ({error.strerror}); make it readable") from error
+
+
 def _jsonl(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow]:
     path = _find_file(source, key)
-    with open(path, "rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{source.locator}:{number}"
             text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
@@ -132,7 +140,22 @@ def _jsonl(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow]:
             except UnicodeDecodeError as error:
                 yield BadRow(where, f"is not UTF-8 text ({error.reason} at byte {error.start})")
                 continue
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
+                yield BadRow(where, f"cannot be read ({first_line(error)[:100]})")
+                continue
+            if b"\\u" in text and not _is_text(record):
+                yield BadRow(where, "holds half a surrogate pair (\\ud800 to \\udfff), which is no text")
+                continue
             yield _as_row(where, record)
+
+
+def _is_text(record: Any) -> bool:
+    """Whether every string of a record can be written; JSON may escape what is no character."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_row(where: str, record: Any) -> Row | BadRow:
@@ -154,7 +177,7 @@ def _parquet(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow
                 number += 1
                 yield _as_row(f"{source.locator}:{number}", record)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(source.locator, f"is not a Parquet file that can be read ({_first_line(error)})") from error
+        raise DataError(source.locator, f"is not a Parquet file that can be read ({first_line(error)})") from error
 
 
 def _hugging_face(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow]:
@@ -184,6 +207,8 @@ def _load_hugging_face(source: PromptSource, key: str, split: str) -> Any:
                 name=str(config) if config is not None else None,
                 revision=str(source.options["revision"]) if "revision" in source.options else None,
             )
+    except NOBODYS_FAULT:
+        raise
     except Exception as error:
         what = "cannot be read" if path else "is no local directory and cannot be had from the hub"
         fix = (
@@ -191,14 +216,10 @@ def _load_hugging_face(source: PromptSource, key: str, split: str) -> Any:
             if path
             else "check the name and the network, or save the dataset where there is one (save_to_disk) and set hf:<folder>"
         )
-        raise DataError(source.source, f"{what} ({type(error).__name__}: {_first_line(error)}); {fix}") from error
+        raise DataError(source.source, f"{what} ({type(error).__name__}: {first_line(error)}); {fix}") from error
     if split not in data:
         raise ConfigError(f"{key}.options.split", split, f"no such split; there are {sorted(data)}")
     return data[split]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _reasoning_gym(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRow]:
@@ -208,9 +229,11 @@ def _reasoning_gym(source: PromptSource, key: str, seed: int) -> Iterator[Row | 
     for index in range(size):
         try:
             entry = dataset[index]
+        except NOBODYS_FAULT:
+            raise
         except Exception as error:
             raise ConfigError(
-                f"{key}.options", source.options, f"{task} cannot draw row {index + 1} with them ({_first_line(error)})"
+                f"{key}.options", source.options, f"{task} cannot draw row {index + 1} with them ({first_line(error)})"
             ) from error
         fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         yield Row(f"{source.source}:{index + 1}", fields, {"kind": "reasoning_gym", "task": task, "entry": entry})
@@ -236,5 +259,7 @@ def _make_task(source: PromptSource, key: str, size: int, seed: int) -> Any:
     try:
         # Some generators hand their seed to numpy, which takes 32 bits.
         return reasoning_gym.create_dataset(task, size=size, seed=seed % 2**31, **source.options)
+    except NOBODYS_FAULT:
+        raise
     except Exception as error:
-        raise ConfigError(f"{key}.options", source.options, f"{task} refuses them ({_first_line(error)})") from error
+        raise ConfigError(f"{key}.options", source.options, f"{task} refuses them ({first_line(error)})") from error

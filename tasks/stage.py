@@ -60,10 +60,14 @@ def run_stage(
             manifest = read_manifest(target)
             assert manifest is not None
             return manifest
+        wrong = damage(target) if read_manifest(target) is not None else None
         if on_start is not None:
             on_start()
         with recorded(workspace, stage):
-            return _make(workspace, stage, target)
+            manifest = _make(workspace, stage, target)
+        if wrong:
+            RunWriter(workspace.run / stage.name).event("rebuild", f"{wrong}; the artifact was made again")
+        return manifest
 
 
 def _make(workspace: Workspace, stage: Stage, target: Path) -> dict[str, Any]:

@@ -403,15 +403,13 @@ class Shipper:
         )
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
-        """Wait until everything was sent, or cannot be now; return whether it was."""
+        """Wait until everything was sent, or cannot be now; return whether it was. A slow one is left to finish by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             return self._process.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            say(f"MLflow at {tracking_uri()} is slow; what is missing stays in {self.run} and is sent with the next run")
+            say(f"MLflow at {tracking_uri()} is slow; process {self._process.pid} goes on sending {self.run}")
             return False
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from tasks.anchors import origin_of
 from tasks.command import main
 from tasks.registry import StagePaths
-from trainer.anchors.store import Origin, open_anchors
+from trainer.anchors.guard import AnchorGuard
+from trainer.anchors.recall import AdapterRecall, BaseRecall
+from trainer.anchors.store import open_anchors
 from trainer.config import CampaignConfig
-from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights
+from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights, recalled_base
 from trainer.engine.port import Engine
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
@@ -39,7 +43,7 @@ from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experien
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
-from trainer.types import Prompt, SamplingParams
+from trainer.types import Prompt, Sampler, SamplingParams
 
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
@@ -50,6 +54,9 @@ CURVE_COLUMNS = {
     "heldout_reward_mean": "heldout/reward_mean",
     "kl_mean": "kl/mean",
     "kl_coefficient": "kl/coefficient",
+    "anchors_version": "anchors/version",
+    "anchors_drift": "anchors/drift",
+    "audit_exact": "anchors/audit_exact",
     "entropy": "entropy",
     "length_mean": "completion/length_mean",
     "truncated_fraction": "completion/truncated_fraction",
@@ -106,14 +113,37 @@ def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engi
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
-        base = read_manifest(paths.inputs["base"]) or {}
-        store = open_anchors(paths.inputs["anchors"], Origin(base["content_sha256"], base["tokenizer_hash"]))
-        anchors = AnchorTerm(store, train.algorithm.kl.anchor_batch_size, train.batch.micro_batch_tokens, seed)
-    event = RunWriter(paths.run).event
-    learner = Learner(policy, train, seed, anchors, event, engine, build_reference(config, paths))
-    if isinstance(learner.reference, Int8Reference):
-        tell_error(learner, read_prompts(paths.inputs["prompts"], "heldout"), event)
-    return learner
+        store = open_anchors(paths.inputs["anchors"], origin_of(read_manifest(paths.inputs["base"]) or {}))
+        kl = train.algorithm.kl
+        anchors = AnchorTerm(store, kl.anchor_batch_size, train.batch.micro_batch_tokens, seed, kl.direction)
+    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths))
+
+
+def build_guard(
+    config: CampaignConfig,
+    paths: StagePaths,
+    learner: Learner,
+    sampler: Sampler,
+    prompts: list[Prompt],
+    eos: tuple[int, ...],
+) -> AnchorGuard | None:
+    """Return who watches the learner's anchors, where it has any."""
+    if learner.anchors is None:
+        return None
+    policy, writer, base = learner.policy, RunWriter(paths.run), paths.inputs["base"]
+
+    def load() -> AbstractContextManager[PreTrainedModel]:
+        return recalled_base(base, config.base.dtype, config.machine.device, config.train, paths.run)
+
+    def beat(done: int, total: int) -> None:
+        writer.heartbeat("making anchors anew", done, total)
+
+    recall = BaseRecall(load) if policy.adapter is None else AdapterRecall(policy.model)
+    made_by = origin_of(read_manifest(base) or {})
+    place = (paths.run / "anchors", writer.event, beat)
+    return AnchorGuard(
+        config.anchors, config.train, config.campaign.seed, learner, sampler, prompts, eos, made_by, recall, *place
+    )
 
 
 def build_reference(config: CampaignConfig, paths: StagePaths) -> Int8Reference | None:
@@ -123,15 +153,24 @@ def build_reference(config: CampaignConfig, paths: StagePaths) -> Int8Reference 
     return place_reference(paths.inputs["base"], config.base.dtype, config.machine.device, config.train, paths.run)
 
 
-def tell_error(learner: Learner, prompts: list[Prompt], event: Callable[..., None]) -> None:
+def tell_error(learner: Learner, prompts: Sequence[Prompt], event: Callable[..., None]) -> None:
     """Measure an 8-bit reference against the policy before its first step, which is the base, and write down the error."""
-    assert isinstance(learner.reference, Int8Reference)
+    if not isinstance(learner.reference, Int8Reference):
+        return
     works = prompt_works([prompt.token_ids for prompt in prompts], learner.policy.device)
     if works:
         error = logprob_error(learner.engine.score(works), learner.reference.score(works))
         said = f"the 8-bit reference is off by {error:.4f} nats a token on held-out prompts"
         advice = f", more than {WARN_AT}: anchors are exact" if error > WARN_AT else ""
         event("warning" if error > WARN_AT else "reference", said + advice, error=error, bytes=learner.reference.num_bytes)
+
+
+def clear_tiers(policy: Policy, learner: Learner) -> None:
+    """Remove the working copies of weights on the disk; the policy is written and they are not needed any more."""
+    if policy.residency is not None:
+        policy.residency.source.shutdown()
+    if isinstance(learner.reference, Int8Reference):
+        learner.reference.residency.source.shutdown()
 
 
 def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[RunWriter], None]:
@@ -146,6 +185,7 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
 
     def look_and_record(writer: RunWriter) -> None:
+        tell_error(crew.learner, crew.heldout, writer.event)
         for sentence in size_warnings(crew.verifier, num_parameters):
             writer.event("warning", sentence)
         if prompts:
@@ -177,7 +217,9 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
     verifier = build_verifier(config.reward)
     try:
-        crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos_token_ids(policy.model, tokenizer))
+        eos = eos_token_ids(policy.model, tokenizer)
+        guard = build_guard(config, paths, learner, sampler, prompts, eos)
+        crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos, guard)
         with deferred_stop() as wish:
             look_first = first_look(config, crew, policy)
             if train.schedule == "async":
@@ -189,6 +231,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         verifier.close()
         sampler.close()
     policy.save(paths.out, tokenizer)
+    clear_tiers(policy, learner)
     curve = write_curve(paths.run, paths.out / CURVE)
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tasks.registry import STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
-from trainer.errors import BusyError, DataError
+from trainer.errors import BusyError, ConfigError, DataError, first_line
 from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_file, sha256_text, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -115,7 +115,12 @@ class Workspace:
         """
         path = self.run / "config.json"
         if path.exists():
-            other = self.with_tree(read_json(path))
+            try:
+                other = self.with_tree(read_json(path))
+            except (ConfigError, ValueError) as error:
+                raise BusyError(
+                    f"{path} is no configuration of this version ({first_line(error)}); move {self.run} away to begin anew"
+                ) from None
             if other.run_id != self.run_id:
                 raise BusyError(
                     f"{self.run} belongs to run {other.run_id}, this configuration is run {self.run_id}; "

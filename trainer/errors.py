@@ -7,7 +7,7 @@ TitheError
  |- DivergedError     5   training cannot go on (non-finite updates in a row)
  |- CheckpointError   6   no checkpoint can be trusted
  |- BusyError         7   a port, a lock or a run directory that something else holds
- |- ResourceError     8   disk or memory is exhausted; what was written before is intact
+ |- ResourceError     8   disk or memory is exhausted, or a file cannot be written; what was written before is intact
  |- StalledError      9   a wait passed its deadline: names who was waited for
  |- MismatchError    10   sampler and learner give other log-probs for the same tokens
  `- StopRequested    75  asked to stop (SIGTERM, SIGINT); a checkpoint was written, run again to go on
@@ -18,6 +18,7 @@ A bad sample is none of these: it is data with a status (see trainer.types.Verdi
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -121,6 +122,10 @@ class StopRequested(TitheError):
     exit_code = 75
 
 
+NOBODYS_FAULT = (StopRequested, MemoryError)
+"""What code around somebody else's reader lets pass: a stop arrives as an exception wherever the program is."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest valid name, or the list of valid names."""
     valid = sorted(valid)
@@ -128,3 +133,34 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "valid here: " + ", ".join(valid)
+
+
+def name_os_error(error: OSError) -> TitheError:
+    """Return a failing file system as a failure that tithe names.
+
+    Raises:
+        OSError: the error itself, where it is none of a file: such a one is a bug, and its traceback is wanted.
+    """
+    if error.filename is None or error.errno not in _OF_THE_PLACE:
+        raise error
+    problem = f"{error.filename}: {(error.strerror or '').lower()}; nothing written before is lost. {_OF_THE_PLACE[error.errno]}"
+    return ResourceError(problem)
+
+
+_OF_THE_PLACE = {
+    errno.EACCES: "Give the rights to it, or name another place",
+    errno.EPERM: "Give the rights to it, or name another place",
+    errno.EROFS: "Make it writable, or name another place",
+    errno.ENOTDIR: "Name a directory",
+    errno.ELOOP: "Name another place",
+    errno.ENAMETOOLONG: "Name a shorter one",
+    errno.EIO: "See to the disk, then run the same command again",
+    errno.ENOSPC: "Free space, then run the same command again",
+    errno.EDQUOT: "Free space, then run the same command again",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), then run the same command again",
+}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, or its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

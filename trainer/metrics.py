@@ -72,7 +72,7 @@ class RunWriter:
                     os.fsync(file.fileno())
 
     def event(self, kind: str, reason: str, step: int | None = None, **facts: Any) -> None:
-        """Append an event: `kind` is one of sync, refresh, skip, rollback, drop, alarm, resume, stop, warning."""
+        """Append an event: `kind` is one of sync, refresh, rebuild, skip, rollback, drop, alarm, resume, stop, warning."""
         self._append(EVENTS, {"time": time.time(), "kind": kind, "step": step, "reason": reason, **facts})
 
     def heartbeat(self, doing: str, step: int = 0, total: int = 0) -> None:

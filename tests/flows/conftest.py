@@ -144,6 +144,15 @@ def prefect_server(state: Path) -> Iterator[str]:
             os.environ["TITHE_STATE"] = before
 
 
+@pytest.fixture(scope="session")
+def mlflow_store(state: Path) -> None:
+    """Make the MLflow store of the session."""
+    command = [sys.executable, "-m", "tasks.tracking", "initialise"]
+    environment = {**os.environ, "TITHE_STATE": str(state), "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
+
+
 @pytest.fixture
 def api(prefect_server: str) -> Callable[..., Any]:
     """Ask the Prefect server something: api("flow_runs/filter", {...})."""

@@ -101,7 +101,7 @@ from flows.workspaces import resolve_config, resolve_workspace
 
 if __name__ == "__main__":
     root, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
-    config = resolve_config(None, ["campaign.name=tiny"])
+    config = resolve_config(None, sys.argv[3:])
     workspace = resolve_workspace(config, root=root, stages_name="tiny_stages:STAGES")
     with open_session(workspace, print, tracking=False, fork=fork) as session:
         run_plainly(session, lambda stage, beat: None, print)
@@ -114,7 +114,7 @@ def test_a_killed_flow_takes_its_stage_with_it_after_a_checkpoint(tiny: Any, tmp
     tiny.plan(seconds=0.2, steps=10_000)
     program = tmp_path / "flow.py"
     program.write_text(textwrap.dedent(FLOW))
-    flow = subprocess.Popen([sys.executable, str(program), str(tiny.root), how], start_new_session=True)
+    flow = subprocess.Popen([sys.executable, str(program), str(tiny.root), how, *tiny.overrides], start_new_session=True)
     try:
         pid = tiny.wait_for_step(2)
         stage = Owner.of(pid)

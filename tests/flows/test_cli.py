@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flows.start import next_commands
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.workspace import REPOSITORY
 from trainer.errors import ConfigError
@@ -128,3 +131,21 @@ def test_a_forked_campaign_is_the_same(tiny: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert tiny.made == ["prepare", "train", "evaluate", "report"]
     assert done.stderr == ""
+
+
+def test_the_next_commands_work_in_a_shell_without_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    workspace = resolve_workspace(resolve_config(None), root=tmp_path / "elsewhere")
+    lines = next_commands(workspace)
+    assert len(lines) == 3
+    assert "--cd elsewhere repro" in lines[2]
+    for line in lines:
+        program = shlex.split(line.removeprefix("next:"), comments=True)[0]
+        assert shutil.which(program) is not None, line
+
+
+def test_a_port_that_is_none_is_a_usage_error() -> None:
+    done = tithe("up", "--prefect-port", "99999")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

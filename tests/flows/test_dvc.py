@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from tasks.artifacts import commit, committable
+from tasks.artifacts import commit, committable, prepare_workspace
+from tasks.record import read_record
+from tasks.tracking import PARENT_TRACKS, Sidecar, is_behind
+from tasks.workspace import REPOSITORY
 from trainer.config import read_yaml
 from trainer.config.load import lay_over
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.smoke
 
 def dvc(root: Path, *words: str) -> str:
     bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": bin_first, "DVC_NO_ANALYTICS": "1"}
+    environment = {**os.environ, "PATH": bin_first, "DVC_NO_ANALYTICS": "1", PARENT_TRACKS: "1"}
     done = subprocess.run(
         [sys.executable, "-m", "dvc", *words], cwd=root, env=environment, capture_output=True, text=True, check=False
     )
@@ -76,3 +79,19 @@ def test_a_commit_waits_for_dvcs_lock(tiny: Any) -> None:
         hashes = commit(tiny.workspace)
     assert set(hashes) == {"prompts", "policy", "evaluation", "report"}
     assert all(md5.endswith(".dir") for md5 in hashes.values())
+
+
+def test_stages_by_hand_or_under_dvc_are_tracked_just_the_same(tiny: Any, mlflow_store: None, eventually: Any) -> None:
+    tiny.root.joinpath("params.yaml").write_text("")
+    prepare_workspace(tiny.workspace)
+    for stage in ("prepare", "train"):
+        command = [sys.executable, "-m", "tasks", stage, "--workspace", str(tiny.root), "--stages", tiny.workspace.stages_name]
+        subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300)
+    run = tiny.workspace.run
+    eventually(lambda: not is_behind(run))
+    found = [Sidecar.read(place) for place in (run, run / "prepare", run / "train")]
+    assert len({sidecar.run_id for sidecar in found}) == 3
+    assert found[2].cursor.last_step == 5
+    campaign = read_record(run)
+    assert campaign is not None
+    assert (campaign.status, campaign.attempt) == ("FINISHED", 2)  # two commands, one campaign

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from flows.server import addresses, answers, find_server, free_port
@@ -55,7 +56,9 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
         assert any(f"http://127.0.0.1:{prefect_port}" in line for line in lines)
         assert any(f"http://127.0.0.1:{mlflow_port}" in line for line in lines)
         assert find_server() == f"http://127.0.0.1:{prefect_port}/api"
-        assert answers(f"http://127.0.0.1:{prefect_port}/dashboard")
+        page = httpx.get(f"http://127.0.0.1:{prefect_port}/", follow_redirects=True, timeout=60)
+        assert page.status_code == 200
+        assert "Prefect" in page.text
         second = subprocess.run(
             [sys.executable, "-m", "flows.cli", "up"], capture_output=True, text=True, check=False, timeout=240
         )
@@ -64,16 +67,12 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
         done = tiny.run()
         assert done.returncode == 0, done.stderr
         assert f"MLflow: http://127.0.0.1:{mlflow_port}/#/experiments/" in done.stdout
-        import httpx
-
+        prefect, mlflow = f"http://127.0.0.1:{prefect_port}/api", f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow"
         body = {"flow_runs": {"name": {"any_": [tiny.workspace.run_id]}}}
-        assert len(httpx.post(f"http://127.0.0.1:{prefect_port}/api/flow_runs/filter", json=body).json()) == 1
-        experiment = httpx.get(
-            f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow/experiments/get-by-name", params={"experiment_name": "tiny"}
-        ).json()["experiment"]
-        found = httpx.post(
-            f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow/runs/search", json={"experiment_ids": [experiment["experiment_id"]]}
-        ).json()["runs"]
+        assert len(httpx.post(f"{prefect}/flow_runs/filter", json=body, timeout=60).json()) == 1
+        named = httpx.get(f"{mlflow}/experiments/get-by-name", params={"experiment_name": "tiny"}, timeout=60).json()
+        wanted = {"experiment_ids": [named["experiment"]["experiment_id"]]}
+        found = httpx.post(f"{mlflow}/runs/search", json=wanted, timeout=60).json()["runs"]
         names = {run["info"]["run_name"] for run in found}
         assert {tiny.workspace.run_id, "prepare", "train", "evaluate", "report"} <= names
         assert {run["info"]["status"] for run in found} == {"FINISHED"}

@@ -189,6 +189,7 @@ def test_bad_rows_are_all_reported_with_file_and_line(campaign: Campaign, stage_
     rows[12] = ["1+1=", "2"]
     rows[14] = {"question": None, "answer": "2"}
     rows[16] = {"question": "1+1=", "answer": ["2"]}
+    rows[17] = {"question": "1+1=", "answer": True}
     path = write_jsonl("a.jsonl", rows)
     paths = stage_paths()
     with pytest.raises(DataError) as caught:
@@ -205,11 +206,12 @@ def test_bad_rows_are_all_reported_with_file_and_line(campaign: Campaign, stage_
             (13, "is a JSON list, not an object with fields"),
             (15, "has nothing in field 'question', which prompt_template needs"),
             (17, "has a list in field 'answer'; an answer is text or a number"),
+            (18, "has a bool in field 'answer'; an answer is text or a number"),
         ],
         strict=False,
     ):
         assert line == f"{path}:{number}: {problem}"
-    assert lines[-1] == "8 of 60 rows are bad; fix or remove them, nothing was written"
+    assert lines[-1] == "9 of 60 rows are bad; fix or remove them, nothing was written"
     assert list(paths.out.iterdir()) == []
 
 
@@ -226,6 +228,30 @@ def test_line_that_is_not_utf8(campaign: Campaign, stage_paths: Paths, tmp_path:
     path.write_bytes(b'{"question": "1+1=", "answer": "2"}\n{"question": "\xff", "answer": "2"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: is not UTF-8 text"):
         run(campaign(from_file(path)), stage_paths())
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[" * 100_000, "cannot be read (maximum recursion depth"),
+        ('{"question": "1+1=", "answer": ' + "9" * 5000 + "}", "cannot be read (Exceeds the limit"),
+        ('{"question": "1+\\ud800=", "answer": "2"}', "holds half a surrogate pair"),
+        ('{"question": "1+1=", "answer": "\\ud800"}', "holds half a surrogate pair"),
+        ('{"question": "1+1=", "answer": NaN}', "has nan in field 'answer'"),
+    ],
+)
+def test_a_row_that_json_takes_and_nobody_else_is_bad(
+    line: str, problem: str, campaign: Campaign, stage_paths: Paths, write_jsonl: Write
+) -> None:
+    with pytest.raises(DataError) as caught:
+        run(campaign(from_file(write_jsonl("a.jsonl", [*sums(60), line]))), stage_paths())
+    assert f"a.jsonl:61: {problem}" in str(caught.value).splitlines()[0]
+
+
+def test_an_escaped_character_is_text(campaign: Campaign, stage_paths: Paths, write_jsonl: Write) -> None:
+    assert run(
+        campaign(from_file(write_jsonl("a.jsonl", [*sums(60), '{"question": "\\u0031+1=", "answer": "2"}']))), stage_paths()
+    )
 
 
 def test_pattern_that_finds_nothing_in_a_row(campaign: Campaign, stage_paths: Paths, write_jsonl: Write) -> None:

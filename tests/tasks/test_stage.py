@@ -17,7 +17,7 @@ from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage, stage_lock, stop_on_signals
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import CampaignConfig, load_config
-from trainer.errors import BusyError, DataError, DivergedError, StopRequested
+from trainer.errors import BusyError, DataError, DivergedError, StopRequested, name_os_error
 from trainer.files import read_json, read_manifest
 
 PARAMS = REPOSITORY / "params.yaml"
@@ -170,7 +170,23 @@ def test_the_exit_code_says_what_happened(
     if failure is None:
         assert said.out == f"prepare: {tmp_path / 'artifacts' / 'prompts'}\n"
     else:
-        assert said.err == f"error: {failure}\n"
+        assert said.err == f"{'stopped' if code == 75 else 'error'}: {failure}\n"
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, toy: Toy, handlers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("")
+    assert command.main(["prepare", "--workspace", str(place), "--config", str(PARAMS), "--no-tracking"]) == 8
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"error: {place}")
+    with pytest.raises(ConnectionRefusedError):
+        name_os_error(ConnectionRefusedError(111, "refused"))
+
+
+def test_a_configuration_file_that_is_not_there_is_a_mistake(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["prepare", "--config", "absent.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: --config = 'absent.json'")
 
 
 def test_an_unknown_stage_is_a_mistake_of_the_user(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tasks.train
+from tasks.anchors import describe
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, DivergedError, StopRequested
-from trainer.files import sha256_file, write_json
+from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
 
@@ -230,6 +232,31 @@ def test_a_stopped_full_run_goes_on_to_the_same_bits(train: Train, tmp_path: Pat
     assert digests(train(FULL)) == expected
 
 
+STATELESS = {"method": "full", "optimizer": {"kind": "stateless", "rule": "rms", "learning_rate": 1e-3}}
+TIERED = {"memory": {"weights": "tiered", "split": True, "resident_layers": 1}}
+TIERED |= {"algorithm": {"kl": {"reference": "int8_streamed"}}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("difference", [STATELESS, {**STATELESS, **TIERED}], ids=["resident", "tiered"])
+def test_a_stopped_stateless_run_goes_on_to_the_same_bits(
+    difference: dict[str, Any], inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = campaign({"train": difference, "base": {"dtype": "bfloat16"}})
+    one = digests(run_train(inputs, tmp_path / "whole", config))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 8)
+        with pytest.raises(StopRequested):
+            run_train(inputs, tmp_path / "run", config)
+    assert digests(run_train(inputs, tmp_path / "run", config)) == one
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run-policy")
+    assert trained.dtype == torch.bfloat16
+    assert not (tmp_path / "run" / "tiers").exists(), "working copies go when the policy is written"
+    told = [e for kind in ("reference", "warning") for e in events(tmp_path / "whole", kind) if "8-bit" in e["reason"]]
+    assert len(told) == (difference is not STATELESS), "the reference's error is measured and told"
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["metrics"]
+    assert last["update/realised_fraction"] == pytest.approx(1.0, abs=0.2)
+
+
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
     train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +328,98 @@ def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, mon
     assert "0.1 nats apart" in alarms[0]["reason"]
 
 
+# -- guards of the anchors --------------------------------------------------------------------------------------------
+
+AGEING = {"anchors": {"refresh_every": 3, "max_drift": 0.0, "audit_every": 2, "audit_relative": 9.0, "audit_samples": 8}}
+
+
+def column(run: Path, name: str) -> dict[int, float]:
+    """A metric by step, where it was written."""
+    return {line["step"]: line["metrics"][name] for line in read_lines(run / "metrics.jsonl") if name in line["metrics"]}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_anchors_are_made_anew_and_a_stopped_run_goes_on_to_the_same_bits(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    difference = lay_over(AGEING, {"train": {"method": method}})
+    expected = digests(train(difference, run="whole"))
+    run = tmp_path / "whole"
+    assert [event["reason"].partition(": ")[2][:11] for event in events(run, "refresh")] == ["3 steps old"] * 3
+    versions = sorted(path.name for path in (run / "anchors").iterdir())
+    assert versions == ["v000001", "v000002", "v000003"], "and none after the last step, for nobody"
+    manifest = read_manifest(run / "anchors" / "v000002")
+    assert manifest is not None
+    assert (manifest["version"], manifest["step"], manifest["policy_version"]) == (2, 6, 24)
+    assert column(run, "anchors/version") == {step: min(step // 3, 3) for step in range(1, 11)}
+    assert sorted(column(run, "anchors/audit_exact")) == [2, 4, 6, 8, 10]
+    assert set(column(run, "memory/reference_bytes").values()) == {0.0}
+    fed = column(run, "reference/tokens")
+    assert [step for step, tokens in fed.items() if tokens] == [2, 3, 4, 6, 8, 9, 10]
+    drift = column(run, "anchors/drift")
+    assert drift[4] < drift[3], "new anchors are fresh"
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 11)
+        with pytest.raises(StopRequested):
+            train(difference)
+    assert digests(train(difference)) == expected
+    assert [event["step"] for event in events(tmp_path / "run", "refresh")] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("anchors", "reason"),
+    [
+        ({"max_drift": 1e-9, "audit_every": 0}, "drift"),
+        ({"max_drift": 0.0, "audit_every": 1, "audit_relative": 1e-6, "audit_absolute": 1e-9}, "audit"),
+    ],
+)
+def test_drift_and_audit_force_a_refresh_and_say_so(train: Train, tmp_path: Path, anchors: dict[str, Any], reason: str) -> None:
+    train({"anchors": anchors, "train": {"stages": [{"steps": 3, "sources": ["plus"]}]}})
+    told = events(tmp_path / "run", "refresh")
+    assert told
+    assert all(f": {reason}" in event["reason"] for event in told)
+    assert all(event["kl_after"] >= 0 for event in told)
+
+
+def test_the_policy_as_its_own_anchor_still_shows_its_total_drift(train: Train, tmp_path: Path) -> None:
+    train(lay_over(AGEING, {"anchors": {"source": "policy"}}))
+    run = tmp_path / "run"
+    told = events(run, "refresh")
+    assert all(event["kl_after"] < 1e-5 for event in told)
+    assert column(run, "anchors/total_drift")[6] > told[1]["kl_after"]
+    assert (read_manifest(run / "anchors" / "v000001") or {})["source"] == "policy"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_damaged_version_is_scored_again_and_said(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """To the same bits; where the completions are lost too, the run goes on with anchors of the policy as it is."""
+    expected = digests(train(AGEING, run="whole"))
+    with monkeypatch.context() as patch:
+        stop_in_generation(patch, 9)
+        with pytest.raises(StopRequested):
+            train(AGEING)
+    newest = sorted((tmp_path / "run" / "anchors").iterdir())[-1]
+    shard = newest / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged by its sha256: shard-00000.safetensors"):
+        describe(newest)
+    if lost:
+        os.truncate(newest / "completions.safetensors", 100)
+    same = digests(train(AGEING)) == expected
+    rebuilt = events(tmp_path / "run", "rebuild")
+    if lost:
+        assert not rebuilt
+        assert any("is damaged" in event["reason"] for event in events(tmp_path / "run", "refresh"))
+    else:
+        assert same
+        assert "shard-00000.safetensors did not match its sha256" in rebuilt[0]["reason"]
+        assert describe(newest)[0].startswith(f"anchors {newest.name} on completions of policy version ")
+
+
 # -- killed for real -----------------------------------------------------------------------------------------------------
 
 
@@ -311,21 +430,28 @@ def make_workspace(root: Path, inputs: dict[str, Path], config: CampaignConfig) 
     return root
 
 
-def start(root: Path) -> subprocess.Popen[str]:
+PATIENCE_SECONDS = 400  # only a hang reaches it
+
+
+@contextmanager
+def stage_process(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the stage as a person would; whatever happens, the process is gone afterwards."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "tasks.train", "--config", "config.json", "--run-dir", "run"]
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tasks.train", "--config", "config.json", "--run-dir", "run", "--no-tracking"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def kill_at(root: Path, step: int) -> None:
-    """Start the stage and kill it once the line of a step is written."""
-    process, deadline = start(root), time.monotonic() + 120
+def wait_for_step(process: subprocess.Popen[str], root: Path, step: int) -> None:
+    """Return once the line of a step is written, or the process has ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and max(steps(root / "run" / "train"), default=-1) < step:
         assert time.monotonic() < deadline, f"no line of step {step}"
-        time.sleep(0.002)
-    process.kill()
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+        time.sleep(0.005)
 
 
 @pytest.mark.smoke
@@ -335,9 +461,13 @@ def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, in
     expected = digests(train(longer, run="whole"))
     killed = make_workspace(tmp_path / "killed", inputs, campaign(longer))
     for point in sorted(random.Random(20).sample(range(1, 20), 3)):
-        kill_at(killed, point)
-    process = start(killed)
-    _, errors = process.communicate(timeout=120)
+        with stage_process(killed) as process:
+            wait_for_step(process, killed, point)
+            process.kill()
+            process.wait(PATIENCE_SECONDS)
+        assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    with stage_process(killed) as process:
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert digests(killed / "artifacts" / "policy") == expected
     assert steps(killed / "run" / "train") == list(range(25))
@@ -346,13 +476,12 @@ def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, in
 @pytest.mark.smoke
 def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path], tmp_path: Path) -> None:
     root = make_workspace(tmp_path / "stopped", inputs, campaign())
-    process, deadline = start(root), time.monotonic() + 120
-    while not steps(root / "run" / "train") and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.terminate()
-    _, errors = process.communicate(timeout=120)
+    with stage_process(root) as process:
+        wait_for_step(process, root, 0)
+        process.terminate()
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, errors
-    assert errors.strip() == "error: stopped by SIGTERM after a checkpoint; run the same command again to go on"
+    assert errors.strip() == "stopped: stopped by SIGTERM after a checkpoint; run the same command again to go on"
     done = steps(root / "run" / "train")[-1]
     assert (root / "run" / "train" / "checkpoints" / f"step_{done:06d}").is_dir() or done == 0
     assert not (root / "artifacts" / "policy").exists()

@@ -57,7 +57,7 @@ def test_an_unknown_stage_names_the_nearest() -> None:
         ("prepare.max_prompt_tokens=9", {"prepare"}),
         ("base.scratch.steps=701", {"base"}),
         ("base.scratch.alphabet='0123456789+=-'", {"prepare", "base"}),
-        ("train.optimizer.learning_rate=2e-4", set()),
+        ("train.optimizer.learning_rate=3.25e-5", set()),
         ("machine.threads=1", set()),
         ("report.num_examples=3", set()),
     ],
@@ -122,7 +122,7 @@ def test_a_missing_input_names_the_stage_that_makes_it(tmp_path: Path) -> None:
 def test_a_run_directory_is_found_again_and_another_training_gets_another(tmp_path: Path) -> None:
     one = workspace(tmp_path)
     assert one.run == workspace(tmp_path, "machine.threads=1", "evaluate.num_prompts=3").run
-    assert one.run != workspace(tmp_path, "train.optimizer.learning_rate=2e-4").run
+    assert one.run != workspace(tmp_path, "train.optimizer.learning_rate=3.25e-5").run
     assert one.run.parent == tmp_path / "runs"
     assert one.run.name.startswith("quickstart-")
 
@@ -134,8 +134,18 @@ def test_a_run_directory_of_another_configuration_is_refused(tmp_path: Path) -> 
     one.claim_run()  # again is fine
     before = (run / "config.json").read_bytes()
     with pytest.raises(BusyError, match="belongs to run quickstart-"):
-        workspace(tmp_path, "train.optimizer.learning_rate=2e-4", run=run).claim_run()
+        workspace(tmp_path, "train.optimizer.learning_rate=3.25e-5", run=run).claim_run()
     assert (run / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{", '{"campaign": {"name": "old", "colour": "red"}}'])
+def test_a_run_directory_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BusyError, match="is no configuration of this version"):
+        workspace(tmp_path, run=run).claim_run()
+    assert (run / "config.json").read_text(encoding="utf-8") == text
 
 
 def test_a_directory_with_other_files_is_no_run_directory(tmp_path: Path) -> None:

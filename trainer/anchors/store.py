@@ -5,7 +5,8 @@
 A shard is a safetensors file with some completions end to end; lengths say where each begins. Everything is at the sampling
 temperature. The log mass of the tail is summed over the tail itself, never 1 minus the top, so a tiny one keeps its digits; it is
 -inf where K is the vocabulary. Equal inputs give equal bytes. What the shards hold is said by the directory's manifest,
-whose facts `build_anchors` returns. Left out: refreshing and auditing anchors while training.
+whose facts `build_anchors` returns. Beside the shards, `completions.safetensors` holds the drawn tokens alone: small, and enough
+to score a damaged shard again to the same bytes. When anchors are made anew while training: guard.py.
 
 Legend: N completions of a shard, P prompt tokens and T completion tokens of all of them, K cached tokens at each, V vocabulary.
 """
@@ -14,24 +15,27 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trainer.errors import DataError, ModelError
-from trainer.files import damage, disk_full_is_named, read_manifest
+from trainer.files import MANIFEST, damage, disk_full_is_named, read_manifest, sha256_file
 from trainer.policy.forward import completion_logits, scoring, tempered_logits
 from trainer.types import Prompt, Request, Sampler, SamplingParams, derive_seed
 
-FORMAT = 1
+FORMAT = 2
 SHARD_BYTES = 2**28
-_PER_TOKEN = ("completion_tokens", "logprobs", "top_ids", "top_logprobs", "tail_logprobs")
+COMPLETIONS = "completions.safetensors"
+_PER_TOKEN = ("completion_tokens", "logprobs", "top_ids", "top_logprobs", "tail_logprobs", "sampler_logprobs")
+Reference = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Version:
+    """Which of a run's anchors these are: the stage's, or made anew on completions of a later policy."""
+
+    version: int = 0
+    policy_version: int = 0  # of the policy that drew the completions
+    source: Literal["reference", "policy"] = "reference"  # who scored them
+
+
+@dataclass(frozen=True)
 class AnchorBatch:
     """Some anchored completions. Per-token tensors are flat, completion after completion, on the host."""
 
@@ -64,6 +77,7 @@ class AnchorBatch:
     top_ids_TK: Tensor  # int64, most probable first
     top_logprobs_TK: Tensor  # float32, natural log
     tail_T: Tensor  # float32: log of the mass outside the top K; -inf where K is the vocabulary
+    sampler_logprobs_T: Tensor  # float32: the log-prob of the token under the policy that drew it
 
 
 def choose_prompts(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
@@ -86,17 +100,38 @@ def top_and_tail(logits_TV: Tensor, top_k: int, temperature: float) -> tuple[Ten
     return ids_TK, top_TK - log_total_T1, tail_T
 
 
-def reference_tensors(
-    model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top_k: int, temperature: float
-) -> dict[str, Tensor]:
-    """Return the tensors of one shard for some (prompt ids, completion ids)."""
-    lengths = [len(completion) for _, completion in pairs]
+@dataclass(frozen=True)
+class Drawn:
+    """A completion and the prompt that it answers."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    logprobs: Sequence[float]  # under the policy that drew it
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens of one forward pass over it."""
+        return len(self.prompt) + len(self.completion) - 1
+
+
+def drawn_tensors(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
+    """Return some completions, end to end."""
+    return {
+        "prompt_tokens": torch.tensor(list(chain.from_iterable(d.prompt for d in drawn)), dtype=torch.int32),
+        "prompt_lengths": torch.tensor([len(d.prompt) for d in drawn], dtype=torch.int32),
+        "completion_tokens": torch.tensor(list(chain.from_iterable(d.completion for d in drawn)), dtype=torch.int32),
+        "completion_lengths": torch.tensor([len(d.completion) for d in drawn], dtype=torch.int32),
+        "sampler_logprobs": torch.tensor(list(chain.from_iterable(d.logprobs for d in drawn)), dtype=torch.float32),
+    }
+
+
+def reference_tensors(model: Any, drawn: Sequence[Drawn], top_k: int, temperature: float) -> dict[str, Tensor]:
+    """Return the tensors of one shard for some completions."""
+    pairs = [(d.prompt, d.completion) for d in drawn]
+    lengths = [len(d.completion) for d in drawn]
     starts = [0, *accumulate(lengths)]
     tensors = {
-        "prompt_tokens": torch.tensor(list(chain.from_iterable(p for p, _ in pairs)), dtype=torch.int32),
-        "prompt_lengths": torch.tensor([len(p) for p, _ in pairs], dtype=torch.int32),
-        "completion_tokens": torch.tensor(list(chain.from_iterable(c for _, c in pairs)), dtype=torch.int32),
-        "completion_lengths": torch.tensor(lengths, dtype=torch.int32),
+        **drawn_tensors(drawn),
         "logprobs": torch.empty(starts[-1]),
         "top_ids": torch.empty((starts[-1], top_k), dtype=torch.int32),
         "top_logprobs": torch.empty((starts[-1], top_k)),
@@ -116,19 +151,27 @@ def reference_tensors(
 
 
 def manifest_facts(
-    settings: Settings, origin: Origin, prompts: Sequence[Prompt], num_tokens: int = 0, shards: Sequence[str] = ()
+    settings: Settings,
+    origin: Origin,
+    prompts: Sequence[Prompt],
+    num_tokens: int = 0,
+    shards: Sequence[str] = (),
+    num_fed: int = 0,
+    per_shard: int = 1,
+    version: Version | None = None,
 ) -> dict[str, Any]:
     """Return what the directory's manifest says of the shards; by default, of a store without any."""
     return {
         "format": FORMAT,
-        "source": "reference",
-        "policy_version": 0,
+        **asdict(version or Version()),
         **asdict(origin),
         **asdict(settings),
         "num_prompts": len(prompts),
         "num_completions": len(prompts) * settings.completions_per_prompt,
         "num_tokens": num_tokens,
+        "num_fed_tokens": num_fed,
         "shards": list(shards),
+        "completions_per_shard": per_shard,
         "prompt_ids": [prompt.id for prompt in prompts],
     }
 
@@ -143,42 +186,100 @@ def build_anchors(
     eos_token_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    version: Version | None = None,
+    as_reference: Reference = nullcontext,
 ) -> dict[str, Any]:
     """Sample completions, score them with the reference and write shards into a directory.
 
     Args:
         model: the reference, as a transformers causal language model.
-        sampler: draws the completions, from the same model.
+        sampler: draws the completions.
         shard_bytes: about how large a shard gets.
         progress: called with (finished, total) completions after every shard.
+        version: of the anchors; None: the first, drawn by the reference itself.
+        as_reference: what turns the model into the reference while it scores, such as switching its adapter off.
 
     Returns:
         The facts for the directory's manifest.
     """
     settings = replace(settings, top_k=min(settings.top_k, int(model.get_output_embeddings().weight.shape[0])))
     params = SamplingParams(settings.temperature, settings.max_completion_tokens, eos_token_ids)
+    version = version or Version()
+    seed: tuple[int | str, ...] = (settings.seed, "anchors", *([version.version] if version.version else []))
     requests = [
-        Request(prompt.id, prompt.token_ids, derive_seed(settings.seed, "anchors", prompt.id, index), index)
+        Request(prompt.id, prompt.token_ids, derive_seed(*seed, prompt.id, index), index)
         for prompt in prompts
         for index in range(settings.completions_per_prompt)
     ]
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
     largest = settings.max_completion_tokens * (8 * settings.top_k + 12) + 4 * longest_prompt  # bytes of one completion
     per_shard = max(1, shard_bytes // largest)
-    num_tokens, shards = 0, list[str]()
+    everything, shards = list[Drawn](), list[str]()
     for start in range(0, len(requests), per_shard):
         part = requests[start : start + per_shard]
         completions = sampler.generate(part, params)
-        pairs = [(r.token_ids, c.token_ids) for r, c in zip(part, completions, strict=True)]
-        tensors = reference_tensors(model, pairs, settings.top_k, settings.temperature)
-        path = directory / f"shard-{len(shards):05d}.safetensors"
-        with disk_full_is_named(path):
-            path.write_bytes(save(tensors))
-        num_tokens += len(tensors["completion_tokens"])
-        shards.append(path.name)
+        drawn = [Drawn(r.token_ids, c.token_ids, c.logprobs) for r, c in zip(part, completions, strict=True)]
+        with as_reference():
+            tensors = reference_tensors(model, drawn, settings.top_k, settings.temperature)
+        shards.append(f"shard-{len(shards):05d}.safetensors")
+        _write(directory / shards[-1], tensors)
+        everything += drawn
         if progress is not None:
             progress(start + len(part), len(requests))
-    return manifest_facts(settings, origin, prompts, num_tokens, shards)
+    if everything:
+        _write(directory / COMPLETIONS, drawn_tensors(everything))
+    num_tokens, num_fed = sum(len(d.completion) for d in everything), sum(d.num_fed for d in everything)
+    return manifest_facts(settings, origin, prompts, num_tokens, shards, num_fed, per_shard, version)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    with disk_full_is_named(path):
+        path.write_bytes(save(tensors))
+
+
+def _read_drawn(path: Path) -> list[Drawn]:
+    tensors = load_file(path)
+    prompts = tensors["prompt_tokens"].split(tensors["prompt_lengths"].tolist())
+    lengths = tensors["completion_lengths"].tolist()
+    each = zip(prompts, tensors["completion_tokens"].split(lengths), tensors["sampler_logprobs"].split(lengths), strict=True)
+    return [Drawn(prompt.tolist(), completion.tolist(), logprobs.tolist()) for prompt, completion, logprobs in each]
+
+
+def damaged_files(directory: Path) -> list[str]:
+    """Return the files of a directory that differ from its manifest, by size and sha256; no readable manifest is named itself."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return [MANIFEST]
+    return [name for name, fact in sorted(manifest["files"].items()) if not _is_whole(directory / name, fact)]
+
+
+def _is_whole(path: Path, fact: dict[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == fact["bytes"] and sha256_file(path) == fact["sha256"]
+
+
+def rebuild_shards(directory: Path, damaged: Sequence[str], model: Any, as_reference: Reference = nullcontext) -> bool:
+    """Score the completions of damaged shards again, and write those that come out as the manifest says.
+
+    Args:
+        directory: of anchors that the reference scored, with a whole manifest.
+        damaged: from `damaged_files`.
+        model, as_reference: as in `build_anchors`.
+
+    Returns:
+        Whether the directory is whole again. False where the completions are lost, or the machine computes other bits.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None or COMPLETIONS in damaged or manifest.get("format") != FORMAT:
+        return False
+    drawn, size = _read_drawn(directory / COMPLETIONS), manifest["completions_per_shard"]
+    for name in damaged:
+        if name not in manifest["shards"]:
+            return False
+        first = manifest["shards"].index(name) * size
+        with as_reference():
+            tensors = reference_tensors(model, drawn[first : first + size], manifest["top_k"], manifest["temperature"])
+        _write(directory / name, tensors)
+    return damage(directory) is None
 
 
 class _Shard:
@@ -240,6 +341,7 @@ class AnchorStore:
             top_ids_TK=joined("top_ids").long(),
             top_logprobs_TK=joined("top_logprobs"),
             tail_T=joined("tail_logprobs"),
+            sampler_logprobs_T=joined("sampler_logprobs"),
         )
 
 

@@ -10,6 +10,7 @@ YAML 1.2 (ruamel), as DVC reads it: there `1e-6` is a number.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -22,6 +23,7 @@ from trainer.config.schema import CampaignConfig, Refusal
 from trainer.errors import ConfigError, ConfigErrors, nearest
 
 Tree = dict[str, Any]
+_DEEPEST = 32  # levels of a configuration; the deepest key has 6
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -29,23 +31,47 @@ def read_yaml(path: Path) -> Tree:
     """Read one YAML file whose top level is a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         siblings = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         problem = "no such file; " + nearest(str(path), siblings) if siblings else "no such file"
         raise ConfigError("recipe", str(path), problem) from None
+    except IsADirectoryError:
+        raise ConfigError("recipe", str(path), "is a directory; name a file") from None
+    except OSError as error:
+        raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); name a file that can") from None
     except UnicodeDecodeError as error:
         raise ConfigError("recipe", str(path), f"is not UTF-8 text ({error.reason})") from None
     try:
-        tree = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        raise ConfigError("recipe", str(path), f"is not YAML:{where} {getattr(error, 'problem', error)}") from None
+        tree = _parse(text)
+    except NoYaml as error:
+        raise ConfigError("recipe", str(path), f"is not YAML:{error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError("recipe", str(path), "must be a mapping of sections, as in params.yaml")
     return tree
+
+
+class NoYaml(ValueError):
+    """Why a text is no YAML; starts with a space and, where it is known, the place."""
+
+
+def _parse(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        NoYaml: it has none.
+    """
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        raise NoYaml(f"{where} {getattr(error, 'problem', error)}") from None
+    except ValueError as error:  # a scalar that looks like a date or a number and is none, such as 2024-13-45
+        raise NoYaml(f" {error}; quote it") from None
+    except RecursionError:
+        raise NoYaml(" it is nested too deeply") from None
 
 
 def lay_over(base: Tree, difference: Tree) -> Tree:
@@ -62,13 +88,16 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     for text in overrides:
         key, equals, raw = text.partition("=")
         key = key.strip()
-        if not equals or not key:
+        path = key.split(".")
+        if not equals or not all(path):
             raise ConfigError("-S", text, "expected key=value, for example -S train.optimizer.learning_rate=1e-4")
+        if len(path) > _DEEPEST:
+            raise ConfigError("-S", _short(text), f"names {len(path)} levels; no key is that deep")
         try:
-            value = YAML(typ="safe", pure=True).load(raw) if raw.strip() else None
-        except YAMLError:
-            raise ConfigError(key, raw, "is not a YAML value; quote it") from None
-        tree = _set(tree, key.split("."), value, key)
+            value = _parse(raw) if raw.strip() else None
+        except NoYaml:
+            raise ConfigError(key, _short(raw), "is not a YAML value; quote it") from None
+        tree = _set(tree, path, value, key)
     return tree
 
 
@@ -76,7 +105,7 @@ def _set(node: Any, path: list[str], value: Any, key: str) -> Any:
     if not path:
         return value
     if isinstance(node, list):
-        if not path[0].isdigit() or int(path[0]) >= len(node):
+        if not re.fullmatch("[0-9]+", path[0]) or int(path[0]) >= len(node):
             raise ConfigError(key, value, f"{path[0]!r} is not an index of this list of {len(node)}")
         index = int(path[0])
         return [*node[:index], _set(node[index], path[1:], value, key), *node[index + 1 :]]
@@ -102,13 +131,38 @@ def validate_as(schema: type[Schema], tree: Tree, prefix: str = "") -> Schema:
         tree: JSON types.
         prefix: put before the key in messages.
     """
+    _check_json(tree, [prefix] if prefix else [])
     try:
         return schema.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        errors = [_explain(e, schema, prefix) for e in error.errors()]
+        # A list with a wrong entry is also reported as too short, because pydantic leaves that entry out.
+        wrong = {e["loc"][:depth] for e in error.errors() for depth in range(len(e["loc"]))}
+        errors = [_explain(e, schema, prefix) for e in error.errors() if e["type"] != "too_short" or e["loc"] not in wrong]
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
-    except TypeError as error:
-        raise ConfigError("recipe", "", f"holds a value that JSON cannot ({error}); quote dates and the like") from None
+
+
+def _check_json(node: Any, path: list[str]) -> None:
+    """Refuse what JSON cannot hold, and name its key: dates, sets, keys that are no text, aliases that hold themselves."""
+    key = ".".join(path) or "recipe"
+    if len(path) > _DEEPEST:
+        raise ConfigError(".".join(path[:4]), "...", "is nested too deeply, or an alias that holds itself")
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if not isinstance(name, str):
+                raise ConfigError(key, name, "is no text, and a key must be; quote it")
+            _check_json(value, [*path, name])
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            _check_json(value, [*path, str(index)])
+    elif isinstance(node, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in node):
+            raise ConfigError(key, node, "holds half a surrogate pair, which is no text; write the character itself")
+    elif node is not None and not isinstance(node, bool | int | float):
+        raise ConfigError(key, node, f"is a {type(node).__name__}; quote it to make it text")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = (), params: Path | None = None) -> CampaignConfig:

@@ -212,6 +212,35 @@ class Anchors(Section):
     """Log-probs kept at every token, beside the tail's mass. Capped at the vocabulary's size."""
     max_completion_tokens: Count | None = None
     """Length cap of anchored completions; None takes train.sampling's."""
+    source: Literal["reference", "policy"] = "reference"
+    """Who scores the current policy's completions at a refresh: the fixed `reference`, called back for it, or the `policy`
+    itself, which is then what the KL term holds on to; audits still measure its total drift from the reference."""
+    refresh_every: Annotated[int, Field(ge=0)] = 200
+    """Steps after which anchors are made anew on completions of the current policy; 0 never."""
+    max_drift: Annotated[float, Field(ge=0)] = 0.3
+    """Mean KL per anchored token between the policy that drew the anchors and the policy now; above it anchors are made anew.
+    0 never."""
+    audit_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between audits, which compare the anchored KL with the exact one on a step's own samples; 0 never."""
+    audit_samples: Count = 256
+    """Samples of the step, and anchored completions, that an audit looks at."""
+    audit_relative: Annotated[float, Field(ge=0)] = 0.2
+    """An audit makes anchors anew where the two KLs part by more than this share of the exact one,"""
+    audit_absolute: Annotated[float, Field(ge=0)] = 0.02
+    """and by more than so many nats a token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Anchors:
+        if self.audit_every and self.audit_relative == 0 and self.audit_absolute == 0:
+            refuse("audit_absolute", 0, "with audit_relative 0 every audit would make anchors anew; set one of them above 0")
+        if self.source == "policy" and self.audit_every == 0:
+            refuse("audit_every", 0, "with source: policy only audits see the drift from the reference; set it above 0")
+        return self
+
+    @property
+    def guarded(self) -> bool:
+        """Whether anything notices that anchors are stale."""
+        return bool(self.refresh_every or self.max_drift or self.audit_every)
 
 
 class Lora(Section):
@@ -311,6 +340,8 @@ class Kl(Section):
     """Steps over which the adaptive controller reacts."""
     anchor_batch_size: Count = 32
     """Anchored completions in each optimizer step's KL term."""
+    direction: Literal["policy_to_reference", "reference_to_policy"] = "policy_to_reference"
+    """Of the anchored KL term: KL(policy || reference), or the other way round. What is reported is always the former."""
 
 
 class OffPolicy(Section):
@@ -499,7 +530,7 @@ class Alarms(Section):
     """Thresholds of what is watched every step; passing one is an event. 0 switches one off."""
 
     kl: Annotated[float, Field(ge=0)] = 0.3
-    """Mean KL per token to the reference."""
+    """Mean KL per token to the reference, as trained on and as audited: the hard bound, of both schedules."""
     effective_sample_fraction: Fraction = 0.3
     """Effective sample size over the number of tokens, below it."""
     throughput_drop: Fraction = 0.5
@@ -904,6 +935,14 @@ class CampaignConfig(Section):
             refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
+        kl = self.train.algorithm.kl
+        if kl.reference != "anchors" and kl.direction != "policy_to_reference":
+            refuse(
+                "train.algorithm.kl.direction",
+                kl.direction,
+                f"samples of the policy only give the other direction with reference: {kl.reference}; set estimator: k3 for this "
+                "one's gradient, or reference: anchors",
+            )
         self._check_reward()
         return self
 
@@ -926,6 +965,8 @@ class CampaignConfig(Section):
         rate, lora = self.train.optimizer.learning_rate, self.train.lora
         if self.train.method == "lora" and lora.dropout > 0:
             said.append(f"train.lora.dropout = {lora.dropout}: with dropout the ratio differs from 1 already at the first update")
+        if self.train.algorithm.kl.reference == "anchors" and not self.anchors.guarded:
+            said.append("anchors: no refresh, drift limit or audit: stale anchors let the policy trade real drift for reward")
         stateless, rule = self.train.optimizer.kind == "stateless", self.train.optimizer.rule
         if stateless and rule == "sgd" and rate < 1e-3:
             said.append(

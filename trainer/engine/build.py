@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,27 @@ def place_weights(directory: Path, dtype: str, device: str, train: Train, run: P
         return DeviceSource(inner, CudaLane(on), largest, memory.prefetch)
 
     return model, streamed(model, make, trains=trains, split=memory.split, reader=reader)
+
+
+@contextmanager
+def recalled_base(directory: Path, dtype: str, device: str, train: Train, run: Path) -> Iterator[PreTrainedModel]:
+    """Have the base once more for the span of a block: whole, or tiered where the policy is.
+
+    Args:
+        directory, dtype, device, train, run: as in `place_weights`.
+    """
+    if train.memory.weights == "resident":
+        yield load_model(directory, dtype, device)
+        return
+    cold = (Path(train.memory.directory) if train.memory.directory else run) / "recalled"
+    memory = train.memory.model_copy(update={"directory": str(cold), "split": False, "journal": "memory"})
+    model, residency = place_weights(
+        directory, dtype, device, train.model_copy(update={"method": "lora", "memory": memory}), cold
+    )
+    try:
+        yield model
+    finally:
+        residency.source.shutdown()
 
 
 def place_reference(directory: Path, dtype: str, device: str, train: Train, run: Path) -> Int8Reference:

@@ -4,7 +4,7 @@
     -> heartbeat -> clip -> update of the piece
 
 Every rank is given all terms, and runs each `num_ranks`-th; losses and norms are added up over ranks before anything is decided.
-`sinkhorn` needs rows and columns whole, and is refused.
+`sinkhorn` needs rows and columns whole, and is refused; weight decay reaches rows of an embedding that no token used, too.
 """
 
 from __future__ import annotations
@@ -78,8 +78,15 @@ class ShardWatch(Watch):
         begin = self.source.piece(unit.name)[0]
         return begin, piece, self.source.total(_squares(unit, begin, piece))
 
-    def take(self, unit: Unit, gradients: Gradients) -> bool:
+    def take(self, unit: Unit, gradients: Gradients, rows_U: Tensor | None = None) -> bool:
         return self.passes(group_of(unit), self.reduced(unit, gradients)[2].sum())
+
+    def used_elements(self, unit: Unit, rows_U: Tensor) -> int:
+        """Return the number of elements of the rows of an embedding that any rank used."""
+        rows, width = unit.parts[0].shape
+        flags = torch.zeros(rows, device=rows_U.device)
+        flags[rows_U] = 1.0
+        return int((self.source.total(flags) > 0).sum()) * width
 
 
 class ShardMover(ShardWatch, Mover):
@@ -87,17 +94,18 @@ class ShardMover(ShardWatch, Mover):
 
     moves = True
 
-    def take(self, unit: Unit, gradients: Gradients) -> bool:
+    def take(self, unit: Unit, gradients: Gradients, rows_U: Tensor | None = None) -> bool:
         begin, piece, squares = self.reduced(unit, gradients)
         if not self.passes(group_of(unit), squares.sum()):
             return False
         _, stored = self.source.piece(unit.name)
+        counted = None if rows_U is None else self.used_elements(unit, rows_U)
         with torch.no_grad():
             for matrix, square in zip(_matrices(unit), squares, strict=True):
                 first, last = matrix.within(begin, len(piece))
                 if first < last:
                     clipped = self._clipped(unit, piece[first:last])
-                    moved = direction(self.update.rule, clipped, (square / matrix.numel).float())
+                    moved = direction(self.update.rule, clipped, (square / (counted or matrix.numel)).float())
                     undo = UnitUndo(self.source.journal, unit.name, first)
                     start = begin + first - matrix.part.start + matrix.part.offset
                     self._move(matrix.part, stored[first:last], None, moved, undo, start=start)

@@ -60,7 +60,7 @@ class Watch:
         self.alarm = self.alarm or self.heartbeat.check(group, norm)
         return self.alarm is None
 
-    def take(self, unit: Unit, gradients: Gradients) -> bool:
+    def take(self, unit: Unit, gradients: Gradients, rows_U: Tensor | None = None) -> bool:
         device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
         if not self.passes(group_of(unit), squared_norm(gradients.values(), device)):
             return False

@@ -1,5 +1,8 @@
 """The anchored KL term: a small batch of stored completions in every optimizer step, no reference model in memory.
 
+The same forward pass also measures *drift*: the KL between the policy that drew the completions and the policy now, at the drawn
+tokens. It says how stale the anchors are, whatever they are held against.
+
 Legend: T completion tokens, K cached tokens at each.
 """
 
@@ -12,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.engine.port import Term, TokenScores, Work
+from trainer.engine.port import Engine, Term, TokenScores, Work
 from trainer.learn.batch import MicroBatch, Sequences, make_sequences, split_micro_batches
-from trainer.learn.kl import anchored_kl
+from trainer.learn.kl import Direction, anchored_kl, kl_value
 from trainer.learn.tally import Tally
 from trainer.types import derive_seed
 
@@ -41,6 +44,11 @@ class AnchorBatch(Protocol):
         """float32: log of the mass outside the top K; -inf where K is the vocabulary"""
         ...
 
+    @property
+    def sampler_logprobs_T(self) -> torch.Tensor:
+        """float32: log-prob of each token under the policy that drew it"""
+        ...
+
 
 class AnchorSource(Protocol):
     """Where anchored completions come from: trainer.anchors.store.AnchorStore, or a few made by hand."""
@@ -64,11 +72,24 @@ class _Loaded:
     top_ids_TK: torch.Tensor
     top_logprobs_TK: torch.Tensor
     tail_T: torch.Tensor
+    sampler_T: torch.Tensor
 
     @classmethod
     def of(cls, batch: AnchorBatch, device: torch.device) -> _Loaded:
-        per_token = (batch.top_ids_TK.to(device), batch.top_logprobs_TK.to(device), batch.tail_T.to(device))
-        return cls(make_sequences(batch.prompts, batch.completions).to(device), *per_token)
+        per_token = (batch.top_ids_TK, batch.top_logprobs_TK, batch.tail_T, batch.sampler_logprobs_T)
+        return cls(make_sequences(batch.prompts, batch.completions).to(device), *(each.to(device) for each in per_token))
+
+    def work(self, micro: MicroBatch) -> Work:
+        """Return a forward pass that looks up the cached tokens and, last, the drawn one."""
+        ids_TK = torch.cat([self.top_ids_TK[micro.token_T], micro.target_T.unsqueeze(1)], 1)
+        return Work(micro.input_ids_BS, micro.where_T, ids_TK)
+
+    def kl(self, micro: MicroBatch, logprobs_TK: torch.Tensor, direction: Direction = "policy_to_reference") -> torch.Tensor:
+        return anchored_kl(logprobs_TK[:, :-1], self.top_logprobs_TK[micro.token_T], self.tail_T[micro.token_T], direction)
+
+    def drift(self, micro: MicroBatch, logprobs_TK: torch.Tensor) -> torch.Tensor:
+        """Return k3 of KL(policy that drew || policy now): the completions are samples of the former."""
+        return kl_value(self.sampler_T[micro.token_T], logprobs_TK[:, -1].detach())
 
 
 class AnchorTerm:
@@ -79,11 +100,24 @@ class AnchorTerm:
         batch_size: anchored completions in each optimizer step.
         micro_batch_tokens: padded tokens of one forward pass.
         seed: the campaign's.
+        direction: of the KL that trains.
     """
 
-    def __init__(self, source: AnchorSource, batch_size: int, micro_batch_tokens: int, seed: int):
-        self.source, self.micro_batch_tokens, self.seed = source, micro_batch_tokens, seed
-        self.batch_size = min(batch_size, len(source))
+    def __init__(
+        self,
+        source: AnchorSource,
+        batch_size: int,
+        micro_batch_tokens: int,
+        seed: int,
+        direction: Direction = "policy_to_reference",
+    ):
+        self.micro_batch_tokens, self.seed, self.direction, self.most = micro_batch_tokens, seed, direction, batch_size
+        self.replace(source)
+
+    def replace(self, source: AnchorSource) -> None:
+        """Go on with other anchors."""
+        self.source = source
+        self.batch_size = min(self.most, len(source))
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
         self._all: _Loaded | None = None
 
@@ -105,7 +139,7 @@ class AnchorTerm:
         Args:
             update: number of the optimizer step.
             coefficient: of the KL term.
-            tally: takes `kl/mean` and `loss/kl`.
+            tally: takes `kl/mean`, `loss/kl` and `anchors/drift`.
             device: of the policy.
         """
         anchors, chosen_M = self._load(self.indices(update), device)
@@ -113,15 +147,32 @@ class AnchorTerm:
 
         def term(micro: MicroBatch) -> Term:
             def loss(scores: TokenScores) -> torch.Tensor:
-                kl_T = anchored_kl(scores.logprobs_TK, anchors.top_logprobs_TK[micro.token_T], anchors.tail_T[micro.token_T])
+                kl_T = anchors.kl(micro, scores.logprobs_TK, self.direction)
                 part = coefficient * kl_T.sum() / divisor
-                tally.add("kl/mean", kl_T)
+                reported_T = kl_T if self.direction == "policy_to_reference" else anchors.kl(micro, scores.logprobs_TK.detach())
+                tally.add("kl/mean", reported_T)
+                tally.add("anchors/drift", anchors.drift(micro, scores.logprobs_TK))
                 tally.total("loss/kl", part)
                 return part
 
-            return Term(Work(micro.input_ids_BS, micro.where_T, anchors.top_ids_TK[micro.token_T]), loss)
+            return Term(anchors.work(micro), loss)
 
         return [term(micro) for micro in split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens)]
+
+    def measure(self, engine: Engine, device: torch.device, most: int) -> tuple[float, float]:
+        """Return mean anchored KL(policy || anchor) and drift per token, without gradient, over the first anchors.
+
+        Args:
+            engine: runs the policy.
+            device: of the policy.
+            most: anchored completions to look at.
+        """
+        anchors, chosen_M = self._load(list(range(min(most, len(self.source)))), device)
+        micros = list(split_micro_batches(anchors.sequences, chosen_M, self.micro_batch_tokens))
+        scored = engine.score([anchors.work(micro) for micro in micros])
+        pairs = [(micro, scores.logprobs_TK) for micro, scores in zip(micros, scored, strict=True)]
+        kl_T, drift_T = (torch.cat([of(*pair).double() for pair in pairs]) for of in (anchors.kl, anchors.drift))
+        return float(kl_T.mean()), float(drift_T.mean())
 
     def _load(self, indices: list[int], device: torch.device) -> tuple[_Loaded, torch.Tensor]:
         """Return loaded anchors and where in them the wanted ones are."""

@@ -25,6 +25,7 @@ import torch
 from trainer.config.schema import Kl
 
 Estimator = Literal["k2", "k3", "ratio_k3"]
+Direction = Literal["policy_to_reference", "reference_to_policy"]
 MAX_LOG_RATIO = 20.0
 MAX_VALUE = 10.0
 _SMALLEST_TAIL = -30.0  # log mass; a cached tail below it is rounding
@@ -71,23 +72,40 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near_zero, by_expm1, by_log1p)
 
 
-def anchored_kl(logprobs_TK: torch.Tensor, anchor_TK: torch.Tensor, anchor_tail_T: torch.Tensor) -> torch.Tensor:
+def full_kl(logits_TV: torch.Tensor, reference_TV: torch.Tensor) -> torch.Tensor:
+    """Return KL(policy || reference) over the whole vocabulary at each position [T], in float64.
+
+    Args:
+        logits_TV: the policy's logits, over the temperature, in float32 [T, V].
+        reference_TV: the reference's, likewise [T, V].
+    """
+    logprobs_TV, other_TV = torch.log_softmax(logits_TV, -1), torch.log_softmax(reference_TV, -1)
+    return (logprobs_TV.exp() * (logprobs_TV - other_TV)).sum(-1, dtype=torch.float64)
+
+
+def anchored_kl(
+    logprobs_TK: torch.Tensor, anchor_TK: torch.Tensor, anchor_tail_T: torch.Tensor, direction: Direction = "policy_to_reference"
+) -> torch.Tensor:
     """Return KL(policy || anchor) over the anchor's top K tokens and one tail bucket, at each position.
 
     Args:
         logprobs_TK: the policy's log-probs of the anchor's top tokens, with gradient [T, K].
         anchor_TK: the anchor's log-probs of them [T, K].
         anchor_tail_T: log of the anchor's mass outside them; -inf where they are the whole vocabulary [T].
+        direction: `reference_to_policy` returns KL(anchor || policy).
 
     Returns:
         Nats [T], at least 0 up to rounding.
     """
-    top_T = (logprobs_TK.exp() * (logprobs_TK - anchor_TK)).sum(-1)
+    forward = direction == "reference_to_policy"
+    apart_TK = logprobs_TK - anchor_TK
+    top_T = (anchor_TK.exp() * -apart_TK if forward else logprobs_TK.exp() * apart_TK).sum(-1)
     log_mass_T = torch.logsumexp(logprobs_TK, -1).clamp(max=_NOT_QUITE_ALL)
     log_tail_T = log1mexp(log_mass_T)
     has_tail_T = anchor_tail_T > -torch.inf
     cached_tail_T = torch.where(has_tail_T, anchor_tail_T, 0.0).clamp(min=_SMALLEST_TAIL)
-    tail_T = log_tail_T.exp() * (log_tail_T - cached_tail_T)
+    apart_T = log_tail_T - cached_tail_T
+    tail_T = cached_tail_T.exp() * -apart_T if forward else log_tail_T.exp() * apart_T
     return top_T + torch.where(has_tail_T, tail_T, 0.0)
 
 
@@ -101,9 +119,11 @@ class KlController:
         self.config = config
         self.coefficient = config.coefficient
 
-    def update(self, mean_kl: float, num_steps: int = 1) -> None:
-        """Take in the mean KL of the last steps; one that is not finite changes nothing."""
+    def update(self, mean_kl: float, num_steps: int = 1) -> float:
+        """Take in the mean KL of the last steps, and return the factor of the coefficient; 1 where it is not finite."""
         if self.config.controller == "fixed" or not math.isfinite(mean_kl):
-            return
+            return 1.0
         error = min(max(mean_kl / self.config.target - 1, -0.2), 0.2)
-        self.coefficient *= max(1 + error * num_steps / self.config.horizon, 0.0)
+        factor = max(1 + error * num_steps / self.config.horizon, 0.0)
+        self.coefficient *= factor
+        return factor

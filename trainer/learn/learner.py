@@ -139,7 +139,7 @@ class Learner:
         metrics = _with_effective_samples(tally.means())
         if self.anchors is not None or self.reference is not None:
             metrics["kl/coefficient"] = self.kl.coefficient
-            self.kl.update(metrics.get("kl/mean", math.nan))
+            metrics["kl/controller_factor"] = self.kl.update(metrics.get("kl/mean", math.nan))
         skipped = (self.tried - tried_before) - (self.version - version_before)
         tried = self.tried_before + self.tried
         metrics |= {"policy/version": self.version, "update/skipped": skipped}
@@ -174,6 +174,8 @@ class Learner:
         reference_T = None
         if self.reference is not None:
             reference_T = self._score(batch, active, self.reference)
+            lengths_N = batch.sequences.prompt_length_N + batch.sequences.completion_length_N - 1
+            tally.set("reference/tokens", lengths_N.cpu()[active].sum())
         return Prepared(batch, advantage_N.float().to(self.policy.device), trains_N, active_N, old_T, weight_T, reference_T)
 
     def _tally_weights(self, weight_T: torch.Tensor, tally: Tally) -> None:

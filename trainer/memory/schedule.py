@@ -36,8 +36,12 @@ class Sink(Protocol):
     moves: bool  # whether it wants gradients at all, or their norms only
     whole: bool  # whether it wants vocabulary matrices whole, as `take`, whatever rows were used
 
-    def take(self, unit: Unit, gradients: Gradients) -> bool:
-        """Take the gradients of a unit, which is open: their norm first, then each of them, if it passes."""
+    def take(self, unit: Unit, gradients: Gradients, rows_U: Tensor | None = None) -> bool:
+        """Take the gradients of a unit, which is open: their norm first, then each of them, if it passes.
+
+        Args:
+            rows_U: rows of an embedding that were used here; its other rows have no gradient.
+        """
         ...
 
     def passes(self, group: str, squares: Tensor) -> bool:
@@ -254,14 +258,16 @@ class LayerMajor:
         """Give the sink what moves last as whole matrices; every vocabulary matrix is one block then."""
         assert head.whole is not None, "several blocks of head rows"
         rows = self.anatomy.embedding_rows
-        given = [(self.anatomy.outer, outer)] if self.anatomy.outer.parts else []
+        given: list[tuple[Unit, Gradients, Tensor | None]] = []
+        if self.anatomy.outer.parts:
+            given.append((self.anatomy.outer, outer, None))
         if self.anatomy.tied:
-            given.append((rows.units[0], {rows.name: head.whole.index_add_(0, ids_U, rows_UD)}))
+            given.append((rows.units[0], {rows.name: head.whole.index_add_(0, ids_U, rows_UD)}, None))
         else:
             dense = torch.zeros(rows.shape, device=self.device).index_copy_(0, ids_U, rows_UD)
             head_rows = self.anatomy.head_rows
-            given += [(rows.units[0], {rows.name: dense}), (head_rows.units[0], {head_rows.name: head.whole})]
-        if not all(sink.take(unit, gradients) for unit, gradients in given):
+            given += [(rows.units[0], {rows.name: dense}, ids_U), (head_rows.units[0], {head_rows.name: head.whole}, None)]
+        if not all(sink.take(*one) for one in given):
             return False
         self.residency.refresh_outer()
         return True

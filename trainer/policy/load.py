@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.errors import ModelError
+from trainer.errors import NOBODYS_FAULT, ModelError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
@@ -46,11 +45,18 @@ def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **o
     disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True, **options
+            directory,
+            dtype=DTYPES[dtype],
+            local_files_only=True,
+            trust_remote_code=False,  # else transformers asks on the terminal, and runs what the directory brings
+            output_loading_info=True,
+            **options,
         )
         model, info = loaded
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{directory}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    except NOBODYS_FAULT:
+        raise
+    except Exception as error:  # whatever a broken file makes of transformers' readers
+        raise ModelError(f"{directory}: cannot be loaded ({first_line(error)})") from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelError(f"{directory}: its weights lack or misshape {len(missing)} tensors, first {missing[0]}")
@@ -58,13 +64,22 @@ def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **o
     return on_device
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Refuse a tokenizer whose ids the model has no embedding for."""
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | str) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for, or that lacks the tokens that end the model's answers.
+
+    Args:
+        source: what the two were loaded from, for the message.
+    """
     embedding: Any = model.get_input_embeddings()
     rows, highest = embedding.weight.shape[0], max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise ModelError(
-            f"{directory}: the tokenizer has ids up to {highest}, the model embeds {rows} tokens; "
+            f"{source}: the tokenizer has ids up to {highest}, the model embeds {rows} tokens; this is another model's tokenizer"
+        )
+    unknown = [token for token in eos_token_ids(model, tokenizer) if token > highest]
+    if unknown:
+        raise ModelError(
+            f"{source}: the model ends an answer with token {unknown[0]}, the tokenizer has ids up to {highest}; "
             "this is another model's tokenizer"
         )
 

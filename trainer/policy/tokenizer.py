@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainer.config.schema import Base
-from trainer.errors import ModelError
+from trainer.errors import NOBODYS_FAULT, ModelError, first_line
 from trainer.files import canonical_json, sha256_text
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -63,6 +63,8 @@ def resolve_directory(base: Base) -> Path:
 
     try:
         return Path(snapshot_download(base.locator, revision=base.revision))
+    except NOBODYS_FAULT:
+        raise
     except Exception as error:
         raise ModelError(
             f"base.source = {base.source!r}: neither a local directory nor to be had from the hub ({type(error).__name__}); "
@@ -72,9 +74,13 @@ def resolve_directory(base: Base) -> Path:
 
 def _from_directory(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, **options
+        )
+    except NOBODYS_FAULT:
+        raise
+    except Exception as error:  # whatever a broken file makes of transformers' readers
+        reason = first_line(error)
         raise ModelError(f"{directory}: holds no tokenizer that can be loaded ({reason}); add its tokenizer files") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{directory}: its tokenizer has no EOS token, so no completion could end; set eos_token")

@@ -9,6 +9,7 @@ Started by `trainer.reward.pool`; it ends when the trainer's end of its socket c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -50,9 +51,13 @@ def serve(stream: socket.socket, judge: Judge, memory_bytes: int) -> NoReturn:
     """Run a worker: read batches of payloads, send one frame per judged answer, end when the stream does."""
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    own_pid = os.getpid()
     while (body := read_frame(stream)) is not None:
         for index, payload in pickle.loads(body):
-            stream.sendall(frame(pickle.dumps((index, *judge_one(judge, payload)))))
+            finding = judge_one(judge, payload)
+            if os.getpid() != own_pid:  # a fork that came back from a user's function: the worker itself answers
+                os._exit(0)
+            stream.sendall(frame(pickle.dumps((index, *finding))))
     os._exit(0)
 
 
@@ -61,6 +66,13 @@ def silence_stdout() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+
+
+def kill_worker(pid: int) -> None:
+    """Kill a worker with all that it started, and wait until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def main() -> None:
@@ -75,20 +87,26 @@ def main() -> None:
         control.sendall(frame(pickle.dumps(f"{type(error).__name__}: {error}")))
         return
     control.sendall(frame(pickle.dumps(None)))
+    workers: set[int] = set()
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 4, 1)
         if not data:
+            for pid in workers:
+                kill_worker(pid)
             os.killpg(0, signal.SIGKILL)
         if descriptors:
             pid = os.fork()
             if pid == 0:
+                os.setpgid(0, 0)
                 control.close()
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 serve(socket.socket(fileno=descriptors[0]), judge, memory_bytes)
+            os.setpgid(pid, pid)  # in both, so that neither races the other
+            workers.add(pid)
             os.close(descriptors[0])
             control.sendall(pid.to_bytes(4, "big"))
         else:
             pid = int.from_bytes(data, "big")
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill_worker(pid)
+            workers.remove(pid)
             control.sendall(data)

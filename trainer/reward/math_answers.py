@@ -40,6 +40,8 @@ UNIT_WORD = re.compile(
     r"(?:\s*(?:\\text|\\mathrm|\\mbox|\\textrm)\s*\{\s*([^{}]*?)\s*\}(\^\{?\d\}?)?"
     r"|\s+([A-Za-z]+(?:[ /][A-Za-z]+){0,3})(\^\{?\d\}?)?|(?<=\d)\s*(km|cm|mm|kg|mg|ml|mph|m|g)(\^\{?\d\}?)?)\.?$"
 )
+NUMBER_IN_UNIT = re.compile(r"(?<![\w^])\d")  # "42 (or 43)" is no quantity, "42 cm^2" is
+HIDDEN_NUMBER = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*(?<![\w^{])\d")
 DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*$")
 THOUSANDS = re.compile(r"^([-+]?)(\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\s){1,2}\d{3})+)(\.\d+)?$")
 DECIMAL = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)$")
@@ -221,6 +223,8 @@ def split_unit(text: str) -> tuple[str, str]:
     if not match or not any(c.isdigit() for c in text[: match.start()]):
         return text, ""
     word = next((match.group(i) for i in (1, 3, 5) if match.group(i)), "").lower().strip()
+    if NUMBER_IN_UNIT.search(word):
+        return text, ""
     power = next((match.group(i) for i in (2, 4, 6) if match.group(i)), "")
     singular = SAME_UNIT.get(word) or SAME_UNIT.get(word.removesuffix("s")) or word.removesuffix("s")
     return text[: match.start()].strip(), singular + power.strip("^{}")
@@ -327,6 +331,8 @@ def same_answer(gold: str, answer: str, symbolic: Callable[[str, str], bool], de
         return same_collection(gold_many, answer_many, lambda g, a: same_answer(g, a, symbolic, depth + 1))
     if gold_many or answer_many:
         return _single(gold_many, answer_many, gold, answer, symbolic, depth)
+    if HIDDEN_NUMBER.search(answer) and not HIDDEN_NUMBER.search(gold):
+        return False  # math-verify drops the text, and with it the second guess
     return symbolic(_formula(gold, gold_number), _formula(answer, answer_number))
 
 

@@ -14,6 +14,13 @@ MAX_REPLY_BYTES = 1024**2
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 
 
+class Straight(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would take the token to another host, and lose the question."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
 class RemoteJudge:
     """A remote judge: takes JSON {prompt, answer, gold, scorer}, replies {"score": number}.
 
@@ -59,7 +66,7 @@ class RemoteJudge:
 
     def _once(self, body: bytes, timeout_seconds: float) -> float:
         request = urllib.request.Request(self.url, data=body, headers=self.headers, method="POST")
-        with urllib.request.urlopen(request, timeout=timeout_seconds) as reply:
+        with urllib.request.build_opener(Straight).open(request, timeout=timeout_seconds) as reply:
             text = reply.read(MAX_REPLY_BYTES)
         said = json.loads(text)
         score = said.get("score") if isinstance(said, dict) else None

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.config.schema import Judge, LearnedReward
-from trainer.errors import ConfigError, ModelError
+from trainer.errors import NOBODYS_FAULT, ConfigError, ModelError, first_line
 from trainer.policy.load import pick_device
 from trainer.types import Prompt, Verdict
 
@@ -77,6 +76,8 @@ def find_model(model: str, revision: str | None, key: str) -> Path:
 
     try:
         return Path(snapshot_download(model, revision=revision))
+    except NOBODYS_FAULT:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{key}.model",
@@ -93,12 +94,16 @@ def load(directory: Path, dtype: str, device: torch.device | str = "cpu") -> tup
     """
     disable_progress_bar()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{directory}: no reward model can be loaded ({str(error).splitlines()[0]})") from error
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except NOBODYS_FAULT:
+        raise
+    except Exception as error:  # whatever a broken file makes of transformers' readers
+        raise ModelError(f"{directory}: no reward model can be loaded ({first_line(error)})") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -190,6 +190,7 @@ class AsyncSchedule(SyncSchedule):
         assert max(lags) <= bound, f"step {step} used a sample {max(lags)} optimizer steps old; the bound is {bound}"
         metrics = {**stats.metrics, **reward_metrics(samples, self.train.batch.group_size), **costs(samples, clock)}
         metrics |= {**lag_metrics(lags, bound), "stage/index": position.index}
+        metrics |= self._watch_anchors(step, position, samples, metrics)
         return metrics | self._heldout(step) if self._looks_at_heldout(step) else metrics
 
     def _pool_metrics(self) -> dict[str, float]:
@@ -230,7 +231,7 @@ class AsyncSchedule(SyncSchedule):
             self.supervisor.check()
             self.writer.heartbeat("waiting for samples", step, self.total)
             now = self._progress()
-            if now != seen:
+            if now != seen or self.supervisor.is_starting:
                 seen, moved_at = now, time.monotonic()
             waited = time.monotonic() - moved_at
             if waited > self.train.watchdog.deadline_seconds:
@@ -367,7 +368,6 @@ class AsyncSchedule(SyncSchedule):
         usual = median(self.rates) if len(self.rates) == _REMEMBERED_STEPS else 0.0
         ess = metrics.get("off_policy/effective_sample_fraction", 1.0)
         watched = [
-            ("kl", metrics.get("kl/mean", 0.0), alarms.kl, metrics.get("kl/mean", 0.0) > alarms.kl > 0),
             ("effective_sample_fraction", ess, alarms.effective_sample_fraction, ess < alarms.effective_sample_fraction),
             ("throughput", rate, alarms.throughput_drop * usual, rate < alarms.throughput_drop * usual),
             ("lag", metrics["lag/mean"], alarms.lag_fraction * bound, metrics["lag/mean"] > alarms.lag_fraction * bound > 0),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.anchors.guard import AnchorGuard
 from trainer.config.schema import RLStage
 from trainer.errors import DataError
 from trainer.experience.pool import Pool
@@ -34,7 +35,11 @@ class Replayed:
 
 
 def replay(
-    learner: Learner, pool: Pool, stages: Sequence[RLStage], on_step: Callable[[int, int], None] = lambda step, total: None
+    learner: Learner,
+    pool: Pool,
+    stages: Sequence[RLStage],
+    on_step: Callable[[int, int], None] = lambda step, total: None,
+    guard: AnchorGuard | None = None,
 ) -> Replayed:
     """Learn the whole consumption log again.
 
@@ -43,6 +48,7 @@ def replay(
         pool: of the run.
         stages: the run's RL stages.
         on_step: called with (step, number of steps) after each.
+        guard: makes anchors anew where the run did.
 
     Raises:
         DataError: the log is empty, has a gap, or leads to other versions than recorded.
@@ -61,12 +67,17 @@ def replay(
         position = locate(stages, entry.step)
         if position.step == 1 and position.index > 0:
             learner.begin_stage(position.stage)
-        stats = learner.step(pool.groups(entry.group_ids), entry.step)
+        groups = pool.groups(entry.group_ids)
+        stats = learner.step(groups, entry.step)
         if stats.version != entry.version_after:
             raise DataError(where, f"step {entry.step} led to version {entry.version_after}, its replay to {stats.version}")
         if stats.version in recorded:
             compared += 1
             if weights_sha256(learner.policy) != recorded[stats.version]:
                 differing.append(stats.version)
+        if guard is not None:
+            samples = [sample for group in groups for sample in group.samples]
+            last = entry.step == sum(stage.steps for stage in stages)
+            guard.after_step(entry.step, position.stage, samples, stats.metrics, last)
         on_step(entry.step, len(log))
     return Replayed(len(log), learner.version, compared, tuple(differing))

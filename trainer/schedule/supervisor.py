@@ -142,6 +142,12 @@ class Supervisor:
         child.process, child.log_start = self._spawn(child.assignment)
         child.started_at, child.starts = time.monotonic(), child.starts + 1
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a sampler was started that has given no sign of life yet; `check` sees to it that this ends."""
+        seen = {(worker.id, worker.pid) for worker in self.workers}
+        return any((child.assignment.name, child.process.pid) not in seen for child in self.children)
+
     def describe(self) -> str:
         """Return who is there and what everybody does, for a message."""
         workers = [

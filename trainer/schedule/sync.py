@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from trainer.anchors.guard import AnchorGuard
 from trainer.config.schema import Train
 from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
@@ -27,7 +28,7 @@ from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.checkpoint import load_newest, save_checkpoint
 from trainer.reward.hacking import watch
 from trainer.schedule.judge import group, judge, reward_metrics
-from trainer.schedule.prompts import PromptCursor, locate, make_requests
+from trainer.schedule.prompts import PromptCursor, StagePosition, locate, make_requests
 from trainer.schedule.stop import StopWish
 from trainer.types import Prompt, Request, Sample, Sampler, SamplingParams, Verifier, derive_seed
 
@@ -48,6 +49,7 @@ class Crew:
     prompts: Sequence[Prompt]  # of the train split
     heldout: Sequence[Prompt]  # already cut to heldout.num_prompts
     eos_token_ids: tuple[int, ...]
+    anchors: AnchorGuard | None = None  # where the KL term is anchored
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class SyncSchedule:
         self.cursors = [PromptCursor(crew.prompts, stage, train.batch.prompts_per_step, seed) for stage in train.stages]
         self.writer = RunWriter(run.directory)
         self.saved_step = 0
+        self.kl_alarmed = False  # so that one excursion is one event
         self.first_look = first_look
 
     def run(self) -> None:
@@ -155,8 +158,25 @@ class SyncSchedule:
             self.crew.sampler.load_policy(stats.version)
         self._check_agreement(step, stats.metrics)
         seen = reward_metrics(samples, self.train.batch.group_size)
-        metrics = {**stats.metrics, **seen, "stage/index": position.index, **costs(samples, clock)}
+        metrics = {**stats.metrics, **seen, "stage/index": position.index}
+        with clock("anchors"):
+            metrics |= self._watch_anchors(step, position, samples, metrics)
+        metrics |= costs(samples, clock)
         return metrics | self._heldout(step) if self._looks_at_heldout(step) else metrics
+
+    def _watch_anchors(
+        self, step: int, position: StagePosition, samples: Sequence[Sample], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Let the guards look at the anchors after a step, and return what they saw; a KL past its bound is an alarm."""
+        found, guard, bound = dict[str, float](), self.crew.anchors, self.train.alarms.kl
+        if guard is not None:
+            found = guard.after_step(step, position.stage, samples, metrics, last=step == self.total)
+        highest = max({**metrics, **found}.get(name, 0.0) for name in ("kl/mean", "anchors/audit_exact"))
+        if highest > bound > 0 and not self.kl_alarmed:
+            reason = f"KL to the reference is {highest:.3g} nats a token, past its bound train.alarms.kl {bound:g}"
+            self.writer.event("alarm", reason, step=step, signal="kl", value=highest, threshold=bound)
+        self.kl_alarmed = highest > bound > 0
+        return found
 
     def _check_agreement(self, step: int, metrics: dict[str, float]) -> None:
         """Hold learner and sampler to the same log-probs for the same weights, before any update of the step.
@@ -211,12 +231,18 @@ class SyncSchedule:
         self.writer = RunWriter(self.place.directory, resume_step=found.step if found else -1)
         for reason in refused:
             self.writer.event("rollback", reason)
+        guard = self.crew.anchors
         if found is None:
+            if guard is not None:
+                guard.begin()
             return 0
         self.crew.learner.begin_stage(locate(self.train.stages, found.step).stage)
         self.crew.learner.load_state(found.parts, found.facts["learner"])
         self.crew.sampler.load_policy(self.crew.learner.version)
         self.saved_step = found.step
+        self.kl_alarmed = found.facts["kl_alarmed"]
+        if guard is not None:
+            guard.load_state(found.facts["anchors"], found.step, locate(self.train.stages, found.step).stage)
         version = self.crew.learner.version
         self.writer.event("resume", f"from the checkpoint of step {found.step}", step=found.step, version=version)
         return found.step
@@ -228,7 +254,9 @@ class SyncSchedule:
         position = locate(self.train.stages, step)
         parts, facts = self.crew.learner.state()
         cursor = {"stage": position.index, "step": position.step, "prompts": position.step * self.train.batch.prompts_per_step}
-        facts = {"learner": facts, "cursor": cursor}
+        facts = {"learner": facts, "cursor": cursor, "kl_alarmed": self.kl_alarmed}
+        if self.crew.anchors is not None:
+            facts["anchors"] = self.crew.anchors.state()
         keep = self.train.checkpoints.keep
         save_checkpoint(self.place.checkpoints, step, self.place.identity, parts, facts, keep)
         self.saved_step = step

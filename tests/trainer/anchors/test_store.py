@@ -170,7 +170,7 @@ def test_a_directory_that_holds_no_anchors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no readable"):
         open_anchors(tmp_path / "nowhere", ORIGIN)
     write_manifest(tmp_path, {"stage": "prompts"})
-    with pytest.raises(DataError, match="holds no anchors of format 1"):
+    with pytest.raises(DataError, match="holds no anchors of format 2"):
         open_anchors(tmp_path, ORIGIN)
 
 

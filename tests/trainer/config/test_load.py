@@ -111,6 +111,48 @@ def test_wrong_type_or_range_names_key_and_value(override: str, key: str, value:
     assert str(error).startswith(f"{key} = {value!r}: ")
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("campaign.name=2024-13-45", "campaign.name"),
+        ("campaign.name=2024-01-02", "campaign.name"),
+        ("campaign.seed=" + "9" * 5000, "campaign.seed"),
+        ("campaign={1: 2}", "campaign"),
+        ("campaign=!!set {a, b}", "campaign"),
+        ('base.scratch.alphabet="\\ud800"', "base.scratch.alphabet"),
+        ("train.stages=" + "[" * 2000 + "]" * 2000, "train.stages"),
+        ("prepare.sources.²=x", "prepare.sources.²"),
+        ("train..method=full", "-S"),
+        ("x" + ".a" * 3000 + "=1", "-S"),
+    ],
+)
+def test_what_is_no_text_number_or_list_of_them_names_its_key(override: str, key: str) -> None:
+    error = refused(override)
+    assert error.key == key
+    assert len(str(error).splitlines()) == 1
+    assert len(str(error)) < 500
+
+
+def test_an_alias_that_holds_itself_is_refused() -> None:
+    assert "alias" in refused("train.stages=&a {a: *a}").problem
+
+
+def test_a_list_with_one_wrong_entry_is_one_mistake() -> None:
+    error = refused("train.stages.0.steps=none")
+    assert (error.key, len(str(error).splitlines())) == ("train.stages.0.steps", 1)
+    assert "at least 1 item" in refused("train.stages=[]").problem
+
+
+def test_a_recipe_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for path in (tmp_path, tmp_path / "loop.yaml", PARAMS / "x.yaml", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert caught.value.key == "recipe"
+    with pytest.raises(ConfigError, match="month"):
+        load_config(write(tmp_path / "date.yaml", "campaign: {name: 2024-13-45}"))
+
+
 def test_not_a_number_is_no_learning_rate() -> None:
     assert refused("train.optimizer.learning_rate=.nan").key == "train.optimizer.learning_rate"
     assert refused("train.optimizer.learning_rate=.inf").key == "train.optimizer.learning_rate"
@@ -134,6 +176,13 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         (["train.sampling.repetition_penalty=1.1"], "train.sampling.repetition_penalty", "set repetition_penalty: 1.0"),
         (["train.batch.minibatches=1000"], "train.batch.minibatches", "512"),
         (["anchors.num_prompts=0"], "train.algorithm.kl.reference", "exact"),
+        (["anchors.audit_relative=0", "anchors.audit_absolute=0"], "anchors.audit_absolute", "above 0"),
+        (["anchors.source=policy", "anchors.audit_every=0"], "anchors.audit_every", "drift from the reference"),
+        (
+            ["train.algorithm.kl.reference=exact", "train.algorithm.kl.direction=reference_to_policy"],
+            "train.algorithm.kl.direction",
+            "estimator: k3",
+        ),
         (["prepare.heldout_fraction=0.6", "prepare.test_fraction=0.4"], "prepare.heldout_fraction", "lower one"),
         (["prepare.sources.0.num_rows="], "prepare.sources.0.num_rows", "how many rows"),
         (["prepare.sources.0.source=jsonl:x.jsonl"], "reward.verifier", "exact or math"),
@@ -248,7 +297,7 @@ def test_an_empty_recipe_is_the_default_campaign(tmp_path: Path) -> None:
 
 
 def test_a_date_is_refused_as_a_value(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quote dates"):
+    with pytest.raises(ConfigError, match="quote it"):
         load_config(write(tmp_path / "x.yaml", "campaign: {name: 2026-01-01}\n"), params=PARAMS)
 
 

@@ -163,3 +163,17 @@ def test_log1mexp_keeps_its_digits_at_both_ends() -> None:
     x = torch.tensor([-1e-10, -1e-3, -math.log(2), -5.0, -50.0], dtype=torch.float64)
     expected = [math.log(-math.expm1(v)) if v > -0.7 else math.log1p(-math.exp(v)) for v in x.tolist()]
     assert log1mexp(x).tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_row_21_the_other_direction_is_kl_of_anchor_to_policy() -> None:
+    torch.manual_seed(4)
+    logp, logq = (torch.log_softmax(torch.randn(5, 7), -1) for _ in range(2))
+    top, ids = logq.topk(7, -1)
+    exact = (logq.exp() * (logq - logp)).sum(-1)
+    whole = anchored_kl(logp.gather(-1, ids), top, torch.full((5,), -torch.inf), "reference_to_policy")
+    assert torch.allclose(whole, exact, atol=1e-6)
+    top, ids = logq.topk(3, -1)
+    tail = torch.log1p(-top.exp().sum(-1))
+    part = anchored_kl(logp.gather(-1, ids), top, tail, "reference_to_policy")
+    assert bool((part <= exact + 1e-6).all())
+    assert bool((part >= -1e-6).all())

@@ -354,7 +354,8 @@ class HandMadeAnchors:
             for prompt, completion in zip(self.prompts, self.completions, strict=True):
                 logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
                 values, ids = torch.log_softmax(logits, -1).sort(descending=True)
-                self.tables.append((ids[:, :k], values[:, :k], torch.logsumexp(values[:, k:], -1)))
+                own = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+                self.tables.append((ids[:, :k], values[:, :k], torch.logsumexp(values[:, k:], -1), own))
         self.top_k, self.num_tokens = k, sum(len(completion) for completion in self.completions)
 
     def __len__(self) -> int:
@@ -363,8 +364,8 @@ class HandMadeAnchors:
     def take(self, indices: list[int]) -> Any:
         taken = object.__new__(HandMadeAnchors)
         taken.prompts, taken.completions = ([side[i] for i in indices] for side in (self.prompts, self.completions))
-        columns = [torch.cat([self.tables[i][column] for i in indices]) for column in range(3)]
-        taken.top_ids_TK, taken.top_logprobs_TK, taken.tail_T = columns  # type: ignore[attr-defined]
+        columns = [torch.cat([self.tables[i][column] for i in indices]) for column in range(4)]
+        taken.top_ids_TK, taken.top_logprobs_TK, taken.tail_T, taken.sampler_logprobs_T = columns  # type: ignore[attr-defined]
         return taken
 
 

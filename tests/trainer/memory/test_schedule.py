@@ -13,13 +13,14 @@ from trainer.learn.logprobs import TokenScorer
 from trainer.memory.anatomy import Part, Unit
 from trainer.memory.build import resident
 from trainer.memory.residency import Residency
-from trainer.memory.schedule import LayerMajor
+from trainer.memory.schedule import LayerMajor, squared_norm
 
 
 class Collector:
     """Keeps all gradients, whole."""
 
     moves = True
+    whole = False
 
     def __init__(self, residency: Residency):
         self.gradients = {name: torch.zeros(p.shape) for name, p in residency.anatomy.parameters.items()}
@@ -28,6 +29,12 @@ class Collector:
 
     def passes(self, group: str, squares: Tensor) -> bool:
         self.squares[group] = float(squares)
+        return True
+
+    def take(self, unit: Unit, gradients: dict[str, Tensor], rows_U: Tensor | None = None) -> bool:
+        self.passes(unit.name, squared_norm(gradients.values(), torch.device("cpu")))
+        for part in unit.parts:
+            self.apply(unit, part, gradients[part.name])
         return True
 
     def apply(self, unit: Unit, part: Part, gradient: Tensor, mean_square: Tensor | None = None) -> None:

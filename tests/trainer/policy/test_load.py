@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.errors import ModelError
+from trainer.errors import ModelError, StopRequested
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model, pick_device, save_model
 from trainer.policy.tokenizer import character_tokenizer
 
@@ -62,6 +63,40 @@ def test_truncated_weights(directory: Path) -> None:
 def test_another_models_tokenizer(directory: Path) -> None:
     with pytest.raises(ModelError, match=r"ids up to 28, the model embeds 15 tokens"):
         check_vocabulary(load_model(directory), character_tokenizer("abcdefghijklmnopqrstuvwxyz"), directory)
+
+
+def test_a_smaller_tokenizer_without_the_models_end_is_another_models(directory: Path) -> None:
+    model = load_model(directory)
+    model.generation_config.eos_token_id = 14
+    with pytest.raises(ModelError, match=r"ends an answer with token 14, the tokenizer has ids up to 6"):
+        check_vocabulary(model, character_tokenizer("0123"), directory)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "{}", '{"model_type": "llama", "num_attention_heads": 0, "hidden_size": 16}', '{"model_type": "t5"}']
+)
+def test_a_broken_configuration_is_one_line(directory: Path, text: str) -> None:
+    (directory / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"cannot be loaded \(.+\)$"):
+        load_model(directory)
+
+
+def test_code_that_a_directory_brings_is_refused_without_asking(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
+    brought = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (directory / "config.json").write_text(json.dumps(brought))
+    (directory / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ModelError, match=r"custom code"):
+        load_model(directory)
+
+
+def test_a_stop_while_a_model_loads_stays_a_stop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise StopRequested("stopped by SIGTERM")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", stop)
+    with pytest.raises(StopRequested):
+        load_model(directory)
 
 
 def test_all_eos_tokens_are_known(directory: Path) -> None:

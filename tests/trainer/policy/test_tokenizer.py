@@ -45,6 +45,23 @@ def test_a_character_without_a_token_is_named() -> None:
         encode(character_tokenizer("0123456789"), "1*2x")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer_config.json", "[]"), ("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer.json", "[]")],
+)
+def test_a_broken_tokenizer_file_is_one_line(tmp_path: Path, name: str, text: str) -> None:
+    character_tokenizer("0123").save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=r"no tokenizer that can be loaded \(.+\); add its tokenizer files$"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_gguf_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF garbage")
+    with pytest.raises(ModelError, match=r"no tokenizer that can be loaded"):
+        build_tokenizer(Base(source=f"gguf:{tmp_path}"))
+
+
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer that can be loaded"):
         load_tokenizer(tmp_path)

@@ -102,6 +102,19 @@ PROGRAMS: dict[str, str] = {
     "handles that are none": 'import os, struct\nbody = b\'{"ok":{"h":-1,"n":"add"}}\'\nfor fd in range(3, 64):\n    try:\n'
     "        os.write(fd, (struct.pack('!I', len(body)) + body) * 9)\n    except OSError:\n        pass\n"
     + _in_call("return None"),
+    "raises when its names are asked for": "class D(dict):\n    def items(self): raise SystemExit\nadd = D()\n",
+    **{
+        f"reply to the question for names: {said[:24]}": "import os, struct\ndata = b''\n"
+        f"for body in (b'{{\"ok\":null}}', {said.encode()!r}):\n    data += struct.pack('!I', len(body)) + body\n"
+        "for fd in range(3, 64):\n    try:\n        os.write(fd, data)\n    except OSError:\n        pass\n"
+        + _in_call("return None")
+        for said in (
+            '{"stop":true}',
+            '{"raise":["ValueError","x"]}',
+            '{"ok":{"h":Infinity,"n":"add"}}',
+            '{"ok":{"c":[1' + "0" * 400 + ",0]}}",
+        )
+    },
     # reading the tests
     "tests among the objects": _if_it_works(
         "import gc\ntexts = [o for o in gc.get_objects() if isinstance(o, str)]\n"
@@ -165,5 +178,6 @@ SCRIPTS: dict[str, str] = {
     "leaves a writer": "import os\nif os.fork() == 0:\n    print(5)\n",
     "prints the verdict": 'print(\'[0, "ok", 1.0, "", 0.0]\')\n',
     "half a sum": "print(5)\n",
+    "never stops writing": "import os\nwhile True:\n    os.write(1, b'5')\n",
     "binary rubbish": "import sys\nsys.stdout.buffer.write(bytes(range(256)))\n",
 }

@@ -54,6 +54,8 @@ RIGHT = "def add(a, b):\n    return a + b\n"
         ("def test_one():\n    assert add(1, 2) == 3", "add", "", RIGHT),
         ("import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)",
          "add", "", RIGHT),
+        ("import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls):\n        cls.sum = 3\n"
+         "    def test(self):\n        self.assertEqual(add(1, 2), self.sum)", "add", "", RIGHT),
         ("if add(1, 2) != 3:\n    raise ValueError", "add", "", RIGHT),
         ("import math\nassert math.isclose(half(1), 0.5)", "half", "", "def half(x):\n    return x / 2"),
         ("assert add(1, 2) == 3", "add", "def add(a, b):\n    '''Sum.'''\n", "    return a + b\n"),
@@ -88,6 +90,12 @@ def test_wrong_programs_fail_with_a_reason_and_partial_credit(verifier: Verifier
     assert judge(verifier, ADD, "def add(a, b:\n").status == "unparsable"
     assert judge(verifier, ADD, "").status == "unparsable"
     assert judge(verifier, prompt("assert add(1, 2 == 3", "add"), RIGHT).status == "error"
+
+
+@needs_isolation
+def test_a_candidate_cannot_swell_its_share_by_turning_a_loop(verifier: Verifier) -> None:
+    loop = prompt("for x in up(3):\n    assert x >= 0\nassert up(3) == [1, 2, 3]", "up")
+    assert judge(verifier, loop, "def up(n):\n    return [0] * 5000\n").score == 0.5
 
 
 @needs_isolation

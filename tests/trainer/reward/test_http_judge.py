@@ -29,6 +29,10 @@ class Judge(BaseHTTPRequestHandler):
             self.send_error(503)
         elif answer == "forbidden" or self.headers["Authorization"] != "Bearer s3cret":
             self.send_error(403)
+        elif answer == "moved":
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
         elif answer == "drips":
             self.drip()
         elif answer == "rubbish":
@@ -86,7 +90,7 @@ def judge(url: str, answers: list[str], **options: Any) -> list[Verdict]:
 
 
 def test_a_remote_judge_scores_retries_and_gives_up(url: str) -> None:
-    answers = ["right", "wrong", "busy once", "always busy", "forbidden", "rubbish", "no score"]
+    answers = ["right", "wrong", "busy once", "always busy", "forbidden", "rubbish", "no score", "moved"]
     verdicts = dict(zip(answers, judge(url, answers), strict=True))
     assert {name: v.status for name, v in verdicts.items()} == {
         "right": "ok",
@@ -96,10 +100,12 @@ def test_a_remote_judge_scores_retries_and_gives_up(url: str) -> None:
         "forbidden": "error",
         "rubbish": "error",
         "no score": "error",
+        "moved": "error",
     }
     assert verdicts["right"].score == 1.0
     assert "503 to attempt 3" in verdicts["always busy"].detail
     assert "403 to attempt 1" in verdicts["forbidden"].detail
+    assert "302 to attempt 1" in verdicts["moved"].detail
     assert "no number `score`" in verdicts["no score"].detail
 
 

@@ -66,6 +66,7 @@ EQUAL = [
     ("5", r"\boxed{5 \text{ centimeters}}"),
     ("5 cm", "5 centimeters"),
     ("90", r"\boxed{90^\circ}"),
+    ("42", r"\boxed{42 \text{ cm^2}}"),
     ("10", "10 miles per hour"),
     # sets, tuples, intervals
     (r"\{1,2,3\}", r"\boxed{3, 2, 1}"),
@@ -119,6 +120,7 @@ DIFFERENT = [
     ("(0,1)", r"\boxed{[0,1]}"),
     ("x^2", r"\boxed{x^3}"),
     ("5", r"\boxed{5x}"),
+    ("42", r"\boxed{42 \text{ (or 43)}}"),
     ("42", r"\boxed{}"),
     ("42", ""),
     ("42", "forty-two"),

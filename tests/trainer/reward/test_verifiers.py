@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trainer.config.schema import Reward, RewardPart
@@ -99,6 +100,16 @@ def test_a_function_that_hangs_dies_or_raises_harms_nobody_else(user_module: str
             assert [v.status for v in verdicts] == ["ok", "timeout", "ok", "error", "error", "error", "ok"]
             assert verdicts[1].score == -1.0
             assert "KeyError" in verdicts[4].detail
+
+
+def test_a_function_that_forks_answers_once_and_leaves_nothing_behind(user_module: str, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    answers = ["fork and return"] * 3 + [f"leave a child {note}", "fine"]
+    with verifier(verifier="python", function=f"{user_module}:forking", timeout_seconds=3.0, num_workers=1) as judge:
+        verdicts = judge.score([(prompt(""), answer) for answer in answers])
+        assert [v.status for v in verdicts] == ["ok", "ok", "ok", "timeout", "ok"]
+        child = int(note.read_text(encoding="utf-8"))
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_function_that_is_not_there_is_named(user_module: str) -> None:

@@ -97,7 +97,9 @@ class Stage:
     def schedule(self, wish: StopWish | None = None) -> AsyncSchedule:
         learner = self.learner()
         crew = Crew(learner, EmbeddedSampler(learner.policy.model, 8, EOS), Thirds(), Words(), PROMPTS, [], (EOS,))
-        return AsyncSchedule(self.config, crew, Run(self.directory, IDENTITY), wish or StopWish(), Places("", ""))
+        return AsyncSchedule(
+            self.config, crew, Run(self.directory, IDENTITY), StopWish() if wish is None else wish, Places("", "")
+        )
 
     def sampler(self) -> SamplerLoop:
         store = PolicyStore(self.directory / "policies", 3)

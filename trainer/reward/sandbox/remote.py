@@ -50,7 +50,7 @@ class Candidate:
             if not isinstance(message, dict):
                 raise ValueError("not an object")
             return message
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             self._lost(f"the candidate's answer cannot be read: {type(error).__name__}")
 
     def ask(self, **request: Any) -> Any:
@@ -73,7 +73,7 @@ class Candidate:
             if replaced is not None and type(replaced) is not list:
                 raise TypeError("arguments are a list")
             return value, replaced
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
             self._lost(f"the candidate's answer cannot be read: {type(error).__name__}")
 
     def decode(self, form: Any) -> Any:
@@ -81,7 +81,10 @@ class Candidate:
 
     def describe(self, names: list[str]) -> dict[str, Any]:
         """Return those of the names that the candidate defined, as data or proxies."""
-        found = self.ask(do="describe", names=names)
+        try:
+            found = self.ask(do="describe", names=names)
+        except Exception as error:  # noqa: BLE001  (no test asks here, so whatever the candidate raises is its fault)
+            self._lost(f"the candidate's names cannot be read: {type(error).__name__}")
         if not isinstance(found, dict):
             self._lost("the candidate's answer cannot be read: no mapping of names")
         return {name: found[name] for name in names if name in found}  # nothing that was not asked for

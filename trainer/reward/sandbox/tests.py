@@ -25,27 +25,52 @@ COUNTER = "__count_assert__"
 
 
 class Tally:
-    """Counts asserts and whole tests; the first failure keeps its reason."""
+    """Counts asserts and whole tests; the first failure keeps its reason.
+
+    An assert that ran many times weighs as one: a candidate may decide how often a test's loop turns.
+    """
 
     def __init__(self) -> None:
         self.passed = 0
         self.failed = 0
         self.reason = ""
+        self._sites: dict[str, list[int]] = {}  # of each assert or whole test: how often it held, how often it ran
 
-    def note(self, held: bool, reason: str = "") -> None:
+    def note(self, held: bool, reason: str = "", site: str = "") -> None:
+        counts = self._sites.setdefault(site or f"whole {len(self._sites)}", [0, 0])
+        counts[0] += held
+        counts[1] += 1
         if held:
             self.passed += 1
         else:
             self.failed += 1
             self.reason = self.reason or reason[:200]
 
+    def share(self, num_asserts: int) -> float:
+        """Return the mean share of each assert and test that held; what never ran counts as 0."""
+        total = max(len(self._sites), num_asserts)
+        return sum(held / ran for held, ran in self._sites.values()) / total if total else 0.0
+
 
 class CountAsserts(ast.NodeTransformer):
-    """Wrap every assert so that it is counted and the next one still runs."""
+    """Wrap every assert so that it is counted and the next one still runs.
+
+    Args:
+        source: of several, to tell their asserts apart.
+    """
+
+    def __init__(self, source: int):
+        self.source = source
+        self.seen = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         said = f"{ast.unparse(node)[:120]!r} + f' {{type(__e__).__name__}} {{__e__}}'"
-        source = f"try:\n    pass\nexcept Exception as __e__:\n    {COUNTER}(False, {said})\nelse:\n    {COUNTER}(True)"
+        site = repr(f"assert {self.source}.{self.seen}")
+        self.seen += 1
+        source = (
+            f"try:\n    pass\nexcept Exception as __e__:\n    {COUNTER}(False, {said}, {site})\n"
+            f"else:\n    {COUNTER}(True, '', {site})"
+        )
         (statement,) = ast.parse(source).body
         assert isinstance(statement, ast.Try)
         statement.body = [node]
@@ -100,9 +125,8 @@ def judge(job: dict[str, Any], stream: socket.socket) -> tuple[str, float, str, 
         run_all(job, trees, candidate, tally)
     except (CandidateGoneError, OSError) as gone:
         tally.note(False, str(gone))
-    total = max(tally.passed + tally.failed, count_asserts(trees))
     if candidate.gone or tally.failed or not tally.passed:
-        share = min(tally.passed / total, 1 - 1e-6) if total else 0.0
+        share = min(tally.share(count_asserts(trees)), 1 - 1e-6)
         reason = candidate.gone or tally.reason or "no test ran"
         return "wrong", 0.0 if candidate.gone else share, reason, bool(candidate.gone)
     return "ok", 1.0, f"{tally.passed} passed", False
@@ -121,8 +145,8 @@ def run_all(job: dict[str, Any], trees: list[ast.Module], candidate: Candidate, 
     main = namespace.get(entry_point)
     if "candidate" in wanted and main is not None:
         namespace.setdefault("candidate", main)
-    for tree in trees:
-        code = compile(CountAsserts().visit(tree), "tests.py", "exec")
+    for number, tree in enumerate(trees):
+        code = compile(CountAsserts(number).visit(tree), "tests.py", "exec")
         run_counted(lambda code=code: exec(code, namespace), tally, is_test=any(acts(node) for node in tree.body))  # type: ignore[misc]
     for name, value in list(namespace.items()):
         if name.startswith("test_") and isinstance(value, FunctionType):
@@ -167,12 +191,15 @@ def run_counted(test: Callable[[], object], tally: Tally, is_test: bool = True) 
 
 
 def run_unittest(kind: type[unittest.TestCase], tally: Tally) -> None:
-    """Run a TestCase's methods, each as one test."""
-    for case in unittest.defaultTestLoader.loadTestsFromTestCase(kind):
-        result = unittest.TestResult()
-        case.run(result)
-        bad = result.failures + result.errors
-        tally.note(not bad, bad[0][1].strip().split("\n")[-1][:200] if bad else "")
+    """Run a TestCase's methods, each as one test, between its class's set-up and tear-down."""
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+    bad = [text.strip().split("\n")[-1][:200] for _, text in result.failures + result.errors]
+    bad += ["passed against expectation" for _ in result.unexpectedSuccesses]
+    for reason in bad:
+        tally.note(False, reason)
+    for _ in range(result.testsRun - len(bad)):
+        tally.note(True)
 
 
 def count_asserts(trees: list[ast.Module]) -> int:

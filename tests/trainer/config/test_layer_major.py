@@ -1,0 +1,53 @@
+"""Choices of method S that make no sense are refused with what to set instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.load import load_config
+from trainer.config.schema import CampaignConfig
+from trainer.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+S = ("train.optimizer.kind=stateless", "train.optimizer.learning_rate=1e-4")
+
+
+def load(*overrides: str) -> CampaignConfig:
+    return load_config(ROOT / "params.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        ((*S, "train.method=lora"), "train.optimizer.kind", "adamw"),
+        ((*S, "train.optimizer.clipping=global"), "train.optimizer", "two_pass"),
+        (("train.optimizer.clipping=per_layer",), "train.optimizer", "global"),
+        (("train.memory.weights=tiered",), "train.memory.weights", "stateless"),
+        (("train.memory.split=true",), "train.memory.split", "stateless"),
+        ((*S, "train.memory.split=true"), "train.memory.split", "bfloat16"),
+        ((*S, "train.memory.resident_layers=2"), "train.memory", "tiered"),
+        ((*S, "train.activation_checkpointing=true"), "train.activation_checkpointing", "leave it out"),
+        ((*S, "train.algorithm.kl.reference=exact"), "train.algorithm.kl.reference", "int8_streamed"),
+        (("train.method=lora", "train.memory.weights=tiered", "train.lora.dropout=0.1"), "train.lora.dropout", "set 0"),
+    ],
+)
+def test_refusals_name_key_and_fix(overrides: tuple[str, ...], key: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    assert error.value.key.startswith(key)
+    assert fix in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["stateless", "stateless-1t"])
+def test_the_recipes_are_valid(recipe: str) -> None:
+    config = load_config(ROOT / "recipes" / f"{recipe}.yaml", params=ROOT / "params.yaml")
+    assert config.train.layer_major
+    assert config.train.optimizer.clips == "per_layer"
+    assert not config.warnings()
+
+
+def test_a_rate_of_another_rules_scale_is_warned_of() -> None:
+    assert "low for sgd" in load(*S, "train.optimizer.rule=sgd").warnings()[0]
+    assert "high for rms" in load(*S, "train.optimizer.learning_rate=0.1").warnings()[0]
