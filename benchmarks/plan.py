@@ -247,6 +247,13 @@ def report(steps: int, only: str) -> None:
                 "predicted_seconds": seconds_of(plan),
                 "measured_seconds": measured["seconds"]["time/step_seconds"],
                 "calibrated_on": case == CALIBRATED_ON,
+                "phases": {
+                    "sample": (plan.schedule.sample_seconds, measured["seconds"]["time/sample_seconds"]),
+                    "learn": (
+                        plan.schedule.train_seconds + plan.schedule.score_seconds,
+                        measured["seconds"]["time/learn_seconds"],
+                    ),
+                },
             }
         )
     show(rows)

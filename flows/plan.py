@@ -298,10 +298,9 @@ def _comparison_column(plan: Any, usual: Any, size: Any) -> dict[str, str]:
 
 def show_calibration(console: Console, run: Path, hardware: str) -> None:
     """Learn from a run and print what was learned."""
-    from tasks.plan import calibrate, calibration_file
-    from trainer.plan.hardware import load_hardware
+    from tasks.plan import calibrate, calibration_file, hardware_of
 
-    learned = calibrate(run, load_hardware(hardware))
+    learned = calibrate(run, hardware_of(hardware))
     table = Table(title=f"learned from {run.name}", title_justify="left")
     table.add_column("efficiency")
     table.add_column("value", justify="right")
