@@ -1,10 +1,10 @@
 """The heartbeat: what every layer's gradient norm usually is, and whether it is that now.
 
 A layer whose norm is not finite, or (after a warm-up) above its limit, stops the optimizer step. The limit is `factor` times the
-running mean; where gradients are unsteady it is `factor` standard deviations above the mean, and it is never below `factor` times the norm to
-which gradients are clipped: a sparse reward gives long quiet stretches, and the first signal after one is no fault. Norms of
-stopped steps and norms of exactly 0 do not enter the history. Mean and variance are exponential, so that a run's beginning does
-not judge its end.
+running mean; where gradients are unsteady it is `factor` standard deviations above the mean, and it is never below `factor`
+times the norm to which gradients are clipped: a sparse reward gives long quiet stretches, and the first signal after one is no
+fault. Norms of stopped steps and norms of exactly 0 do not enter the history. Mean and variance are exponential, so that a run's
+beginning does not judge its end.
 """
 
 from __future__ import annotations
