@@ -320,7 +320,7 @@ class Heartbeat(Section):
 
     factor: Annotated[float, Field(ge=0)] = 5.0
     """Times its usual norm (or standard deviations above it, where that is more) from which a layer stops the step; never less
-    than optimizer.max_grad_norm. 0 stops for values that are not finite only."""
+    than so many times optimizer.max_grad_norm. 0 stops for values that are not finite only."""
     warmup_steps: Count = 20
     """Optimizer steps that are only watched."""
 

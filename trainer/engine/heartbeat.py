@@ -1,10 +1,10 @@
 """The heartbeat: what every layer's gradient norm usually is, and whether it is that now.
 
 A layer whose norm is not finite, or (after a warm-up) above its limit, stops the optimizer step. The limit is `factor` times the
-running mean; where gradients are unsteady it is `factor` standard deviations above the mean, and it is never below the norm to
-which gradients are clipped: a sparse reward gives long quiet stretches, and the first signal after one is no fault. Norms of
-stopped steps and norms of exactly 0 do not enter the history. Mean and variance are exponential, so that a run's beginning does
-not judge its end.
+running mean; where gradients are unsteady it is `factor` standard deviations above the mean, and it is never below `factor`
+times the norm to which gradients are clipped: a sparse reward gives long quiet stretches, and the first signal after one is no
+fault. Norms of stopped steps and norms of exactly 0 do not enter the history. Mean and variance are exponential, so that a run's
+beginning does not judge its end.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Heartbeat:
     Args:
         factor: times its mean that a norm may be; 0 looks for values that are not finite only.
         warmup: steps that enter the history before it judges.
-        floor: norm that is always let through.
+        clip_norm: norm to which gradients are clipped; up to `factor` times it is always let through.
         memory: steps over which the history reaches back, roughly.
     """
 
-    def __init__(self, factor: float, warmup: int, floor: float = 0.0, memory: int = 100):
-        self.factor, self.warmup, self.floor, self.memory = factor, warmup, floor, memory
+    def __init__(self, factor: float, warmup: int, clip_norm: float = 0.0, memory: int = 100):
+        self.factor, self.warmup, self.clip_norm, self.memory = factor, warmup, clip_norm, memory
         self._pulses: dict[str, _Pulse] = {}
 
     def restart(self) -> None:
@@ -61,7 +61,7 @@ class Heartbeat:
         pulse = self._pulses.get(layer)
         if not self.factor or pulse is None or pulse.count < self.warmup or pulse.mean == 0.0:
             return None
-        limit = max(self.factor * pulse.mean, pulse.mean + self.factor * math.sqrt(pulse.variance), self.floor)
+        limit = max(self.factor * max(pulse.mean, self.clip_norm), pulse.mean + self.factor * math.sqrt(pulse.variance))
         return Alarm(layer, norm, limit) if norm > limit else None
 
     def take(self, norms: Mapping[str, float]) -> None:
