@@ -10,30 +10,46 @@ predicted twice: as probed, and after `tithe plan --calibrate` has learned from 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import tasks.train
+from benchmarks.models import STEADY, forget_peak, memory, warm_up
+from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, validate
 from trainer.files import read_json, write_json, write_manifest
+from trainer.metrics import METRICS, read_lines
+from trainer.plan.hardware import load_hardware
+from trainer.plan.memory import TRAIN_STAGE
+from trainer.plan.plan import make_plan
+from trainer.plan.request import plan_request
+from trainer.plan.skeleton import load_card
+from trainer.policy.load import DTYPES, save_model
+from trainer.prompts import write_prompts
+from trainer.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"
-VOCABULARY = 8192
+VOCABULARY = 4096
 MODELS = {
-    "29M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "89M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12},
+    "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "83M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12},
 }
 LENGTHS = {"short": (16, 16), "long": (32, 64)}
 
@@ -60,23 +76,23 @@ class Case:
 
 
 CASES = (
-    Case("29M", "short"),
-    Case("29M", "long"),
-    Case("29M", "long", recompute=True),
-    Case("29M", "long", micro_batch_tokens=256),
-    Case("29M", "long", reference="exact"),
-    Case("29M", "short", dtype="bfloat16"),
-    Case("29M", "short", "lora"),
-    Case("29M", "long", "lora"),
-    Case("29M", "long", rule="stateless"),
-    Case("29M", "long", rule="stateless", weights="tiered", dtype="bfloat16"),
-    Case("89M", "short"),
-    Case("89M", "long", recompute=True),
-    Case("89M", "short", "lora"),
-    Case("89M", "long", "lora"),
-    Case("89M", "short", rule="stateless"),
-    Case("89M", "short", rule="stateless", weights="tiered", dtype="bfloat16"),
-    Case("89M", "long", rule="stateless", weights="tiered"),
+    Case("25M", "short"),
+    Case("25M", "long"),
+    Case("25M", "long", recompute=True),
+    Case("25M", "long", micro_batch_tokens=256),
+    Case("25M", "long", reference="exact"),
+    Case("25M", "short", dtype="bfloat16"),
+    Case("25M", "short", "lora"),
+    Case("25M", "long", "lora"),
+    Case("25M", "long", rule="stateless"),
+    Case("25M", "long", rule="stateless", weights="tiered", dtype="bfloat16"),
+    Case("83M", "short"),
+    Case("83M", "long", recompute=True),
+    Case("83M", "short", "lora"),
+    Case("83M", "long", "lora"),
+    Case("83M", "short", rule="stateless"),
+    Case("83M", "short", rule="stateless", weights="tiered", dtype="bfloat16"),
+    Case("83M", "long", rule="stateless", weights="tiered"),
 )
 CALIBRATED_ON = CASES[1]
 
@@ -109,14 +125,6 @@ def config_of(case: Case, steps: int) -> CampaignConfig:
 
 def write_inputs(case: Case, folder: Path) -> None:
     """Write a random base with a tokenizer of its own, and random prompts, as the stages before would."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from trainer.policy.load import DTYPES, save_model
-    from trainer.prompts import write_prompts
-    from trainer.types import Prompt
-
     torch.manual_seed(0)
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -144,15 +152,10 @@ def write_inputs(case: Case, folder: Path) -> None:
 
 def measure(case: Case, folder: Path, steps: int) -> None:
     """Run the train stage in this process and write what it took."""
-    import torch
-
-    import tasks.train
-    from benchmarks.models import forget_peak, memory, warm_up
-    from tasks.registry import StagePaths
-    from trainer.metrics import METRICS, read_lines
-
     config = config_of(case, steps)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(1)
+    write_inputs(case, folder)
+    gc.collect()
     paths = StagePaths(
         inputs={name: folder / name for name in ("prompts", "base", "anchors")},
         out=folder / "out",
@@ -178,58 +181,33 @@ def measure(case: Case, folder: Path, steps: int) -> None:
 
 
 def run_case(case: Case, steps: int) -> dict[str, Any]:
-    """Measure one case in a process of its own."""
-    from benchmarks.models import environment
-
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        for part in ("inputs", "measure"):  # two processes: writing the base must not count
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.plan",
-                    "--part",
-                    part,
-                    "--case",
-                    json.dumps(asdict(case)),
-                    "--folder",
-                    folder,
-                    "--steps",
-                    str(steps),
-                ],
-                check=True,
-                env={**environment(), "OMP_NUM_THREADS": "1"},
-            )
-        result: dict[str, Any] = read_json(place / "measured.json")
+    """Measure one case in a process of its own, forked from this one, which has imported everything."""
+    with tempfile.TemporaryDirectory(prefix="tithe-plan-") as folder:
+        child = multiprocessing.get_context("fork").Process(target=measure, args=(case, Path(folder), steps))
+        child.start()
+        child.join()
+        if child.exitcode != 0:
+            raise SystemExit(f"{case.name}: ended with {child.exitcode}")
+        result: dict[str, Any] = read_json(Path(folder) / "measured.json")
         return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("inputs", "measure"))
-    parser.add_argument("--case", type=json.loads)
-    parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
-    if options.part:
-        case = Case(**options.case)
-        if options.part == "inputs":
-            write_inputs(case, options.folder)
-        else:
-            measure(case, options.folder, options.steps)
-        return
+    if any(os.environ.get(name) != value for name, value in STEADY.items()):  # malloc reads them once, at the start
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]],
+            {**os.environ, **STEADY, "OMP_NUM_THREADS": "1"},
+        )
     report(options.steps, options.only)
 
 
 def report(steps: int, only: str) -> None:
     """Run all cases and print predicted beside measured."""
-    from trainer.plan.hardware import load_hardware
-    from trainer.plan.plan import make_plan
-    from trainer.plan.request import plan_request
-    from trainer.plan.skeleton import load_card
-
     hardware = load_hardware("local")
     rows = []
     for case in (case for case in CASES if only in case.name):
@@ -244,7 +222,7 @@ def report(steps: int, only: str) -> None:
         request = plan_request(config_of(case, steps), hardware, card, {"completion_tokens": measured["completion_tokens"]})
         plan = make_plan(request)
         fixed = plan.memory.find("device", "worker process")
-        peak, phase = plan.memory.peak("device")
+        peak, phase = plan.memory.peak("device", TRAIN_STAGE)
         rows.append(
             {
                 "case": case.name,

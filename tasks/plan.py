@@ -11,6 +11,7 @@ The ledgers themselves are trainer/plan; nothing here computes bytes or seconds.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from trainer.metrics import METRICS, RunWriter, read_lines
 from trainer.plan.advice import Advice, advise
 from trainer.plan.flags import flags
 from trainer.plan.hardware import Efficiency, Hardware, load_hardware
+from trainer.plan.memory import TRAIN_STAGE
 from trainer.plan.plan import Plan, make_plan, size
 from trainer.plan.request import Choices, PlanFile, PlanRequest, is_plan, plan_request, request_of
 from trainer.plan.skeleton import load_card
@@ -79,7 +81,7 @@ def _from_plan(tree: dict[str, Any], asked: Asked) -> PlanRequest:
     over = {"model": asked.model, "hardware": asked.hardware}
     tree = lay_over(tree, {key: value for key, value in over.items() if value is not None})
     tree.setdefault("name", asked.target.stem if asked.target else str(asked.model))
-    prefixed = [text if text.partition(".")[0] in PlanFile.model_fields else f"choices.{text}" for text in asked.overrides]
+    prefixed = [text if re.split("[.=]", text)[0] in PlanFile.model_fields else f"choices.{text}" for text in asked.overrides]
     return request_of(validate_as(PlanFile, apply_overrides(tree, prefixed), "plan"))
 
 
@@ -141,7 +143,7 @@ def prepared_lengths(workspace: Workspace) -> dict[str, float | None]:
 
 def predicted(plan: Plan) -> dict[str, float]:
     """Return a plan's main numbers as metrics."""
-    schedule, (peak, _) = plan.schedule, plan.memory.peak("device")
+    schedule, (peak, _) = plan.schedule, plan.memory.peak("device", TRAIN_STAGE)
     return {
         "plan/predicted_peak_bytes": peak,
         "plan/predicted_step_seconds": schedule.step_seconds,
@@ -240,7 +242,7 @@ def learn(request: PlanRequest, seen: Mapping[str, float]) -> dict[str, float]:
         learned["fixed_seconds"] = max(0.0, seen["step_seconds"] - known)
     if seen.get("peak_bytes"):
         fixed = plan.memory.find("device", "worker process") + plan.memory.find("device", "driver and libraries")
-        mine = plan.memory.peak("device")[0] - fixed
+        mine = plan.memory.peak("device", TRAIN_STAGE)[0] - fixed
         if seen["peak_bytes"] > fixed:
             learned["memory"] = (seen["peak_bytes"] - fixed) / mine
     return learned

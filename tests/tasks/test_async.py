@@ -242,7 +242,7 @@ def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[.
 
 
 def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(make_trial: Callable[..., Trial]) -> None:
-    trial = make_trial({"train": {"watchdog": {"deadline_seconds": 4.0}}})
+    trial = make_trial({"train": {"watchdog": {"deadline_seconds": 20.0}}})
     trial.start()
     trial.wait_for_step(2)
     pid = trial.sampler_pid()

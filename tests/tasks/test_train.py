@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -429,21 +430,28 @@ def make_workspace(root: Path, inputs: dict[str, Path], config: CampaignConfig) 
     return root
 
 
-def start(root: Path) -> subprocess.Popen[str]:
+PATIENCE_SECONDS = 400  # only a hang reaches it
+
+
+@contextmanager
+def stage_process(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the stage as a person would; whatever happens, the process is gone afterwards."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "tasks.train", "--config", "config.json", "--run-dir", "run"]
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tasks.train", "--config", "config.json", "--run-dir", "run", "--no-tracking"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def kill_at(root: Path, step: int) -> None:
-    """Start the stage and kill it once the line of a step is written."""
-    process, deadline = start(root), time.monotonic() + 120
+def wait_for_step(process: subprocess.Popen[str], root: Path, step: int) -> None:
+    """Return once the line of a step is written, or the process has ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and max(steps(root / "run" / "train"), default=-1) < step:
         assert time.monotonic() < deadline, f"no line of step {step}"
-        time.sleep(0.002)
-    process.kill()
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+        time.sleep(0.005)
 
 
 @pytest.mark.smoke
@@ -453,9 +461,13 @@ def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, in
     expected = digests(train(longer, run="whole"))
     killed = make_workspace(tmp_path / "killed", inputs, campaign(longer))
     for point in sorted(random.Random(20).sample(range(1, 20), 3)):
-        kill_at(killed, point)
-    process = start(killed)
-    _, errors = process.communicate(timeout=120)
+        with stage_process(killed) as process:
+            wait_for_step(process, killed, point)
+            process.kill()
+            process.wait(PATIENCE_SECONDS)
+        assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    with stage_process(killed) as process:
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert digests(killed / "artifacts" / "policy") == expected
     assert steps(killed / "run" / "train") == list(range(25))
@@ -464,13 +476,12 @@ def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, in
 @pytest.mark.smoke
 def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path], tmp_path: Path) -> None:
     root = make_workspace(tmp_path / "stopped", inputs, campaign())
-    process, deadline = start(root), time.monotonic() + 120
-    while not steps(root / "run" / "train") and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.terminate()
-    _, errors = process.communicate(timeout=120)
+    with stage_process(root) as process:
+        wait_for_step(process, root, 0)
+        process.terminate()
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, errors
-    assert errors.strip() == "error: stopped by SIGTERM after a checkpoint; run the same command again to go on"
+    assert errors.strip() == "stopped: stopped by SIGTERM after a checkpoint; run the same command again to go on"
     done = steps(root / "run" / "train")[-1]
     assert (root / "run" / "train" / "checkpoints" / f"step_{done:06d}").is_dir() or done == 0
     assert not (root / "artifacts" / "policy").exists()

@@ -80,7 +80,7 @@ class Hardware(Section):
     efficiency: Efficiency = Efficiency()
     context_bytes: Annotated[float, Field(ge=0)] = 0.8e9
     """Held by the driver, its libraries and collective buffers on every device."""
-    process_bytes: Annotated[float, Field(ge=0)] = 0.7e9
+    process_bytes: Annotated[float, Field(ge=0)] = 0.5e9
     """Resident memory of one worker process before it holds a model: Python, torch, transformers."""
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Share of a device's memory that fragmentation makes unusable."""

@@ -22,6 +22,7 @@ from trainer.plan.request import BYTES, PlanRequest
 PHASES = ("load", "sample", "score", "train", "sync", "merge", "evaluate")
 PLACES = ("device", "sampler", "host", "disk")
 ALWAYS = PHASES
+TRAIN_STAGE = ("load", "sample", "score", "train", "sync")  # phases of the train stage's own processes
 _WORKING = ("sample", "score", "train", "sync")
 COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in its defaults (5e8 elements)
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
@@ -53,9 +54,9 @@ class MemoryLedger:
         """Return the bytes that each phase holds in a place."""
         return {phase: self.total(place, phase) for phase in PHASES}
 
-    def peak(self, place: str) -> tuple[float, str]:
-        """Return (bytes, phase) of the fullest phase."""
-        return max(((self.total(place, phase), phase) for phase in PHASES), key=lambda pair: pair[0])
+    def peak(self, place: str, phases: tuple[str, ...] = PHASES) -> tuple[float, str]:
+        """Return (bytes, phase) of the fullest of some phases."""
+        return max(((self.total(place, phase), phase) for phase in phases), key=lambda pair: pair[0])
 
     def at(self, place: str, phase: str) -> list[Term]:
         """Return a phase's terms in a place, largest first; nothing and zero are left out."""
@@ -364,7 +365,7 @@ def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     else:
         how = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {working:,.0f} B worked on in one)"
         terms += [("activations", tokens * (every + working), how), ("logits", logits, said)]
-    spared = _spared(request, sizes, sum(size for _, size, _ in terms))
+    spared = _spared(request, sizes, sum(size for _, size, _ in terms), tokens * (largest + working))
     for name, size, formula in terms:
         less = min(size, spared)
         spared -= less
@@ -387,18 +388,24 @@ def _boundaries(bill: Bill, request: PlanRequest, sizes: Sizes, terms: list[tupl
         terms.append(("activations between layers", size, formula))
 
 
-def _spared(request: PlanRequest, sizes: Sizes, activations: float) -> float:
+def _spared(request: PlanRequest, sizes: Sizes, activations: float, one_layer: float) -> float:
     """Return the bytes of activations that are gone before as many bytes of gradients exist.
 
-    With one micro-batch an optimizer step, gradients grow layer by layer while backward frees activations, so the peak is the
-    larger of the two and not their sum; the head's gradient comes first. Accumulation over several has both.
+    With one micro-batch an optimizer step, gradients grow layer by layer while backward frees activations. The peak is at its
+    begin (all activations, and the head's gradient) or at its end (all gradients but the first layer's and the embedding's, and
+    what that layer works on), and not the sum. Accumulation over several micro-batches has both.
     """
-    train, batch = request.choices.train, request.choices.batch
+    card, train, batch = request.card, request.choices.train, request.choices.batch
     one = sizes.rank_tokens / batch.minibatches <= batch.micro_batch_tokens
     if train.rule == "stateless" or sizes.shards > 1 or not one:
         return 0.0
-    head = (request.card.head or request.card.embedding) if train.method == "full" else 0
-    return min(activations, max(0.0, (sizes.trained - head) * sizes.gradient_bytes))
+    g = sizes.gradient_bytes
+    gradients = sizes.trained * g
+    full = train.method == "full"
+    head = (card.head or card.embedding) * g if full else 0.0
+    first = (card.largest_block + card.embedding) * g if full else gradients / card.num_layers
+    peak = max(activations + head, gradients + max(0.0, one_layer - first))
+    return max(0.0, activations + gradients - peak)
 
 
 # -- reference, reward ------------------------------------------------------------
@@ -590,15 +597,7 @@ def _handover(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("sync", "merge"))
     elif train.method == "lora":
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("merge",))
-    if request.hardware.is_cpu:
-        bill.add(
-            "device",
-            "file pages while loading",
-            min(5.0e9, card.parameters * sizes.weight_bytes),
-            "the largest file shard, mapped",
-            ("load",),
-        )
-    else:
+    if not request.hardware.is_cpu:  # there, loaded weights are the file's own pages
         bill.add("host", "file pages while loading", min(5.0e9, card.parameters * 2.0) * 2, "two file shards, staged", ("load",))
 
 

@@ -46,7 +46,12 @@ _WANTED: dict[str, tuple[str, ...]] = {
 
 def library() -> dict[str, dict[str, Any]]:
     """Return the known model shapes by name."""
-    return {str(name): dict(tree) for name, tree in read_yaml(LIBRARY).items()}
+    return {name: dict(tree) for name, tree in _library().items()}
+
+
+@lru_cache(maxsize=1)
+def _library() -> dict[str, dict[str, Any]]:
+    return {str(name): tree for name, tree in read_yaml(LIBRARY).items()}
 
 
 def load_card(source: str | Path | Mapping[str, Any]) -> ModelCard:
@@ -199,13 +204,18 @@ def build_card(tree: dict[str, Any], name: str) -> ModelCard:
 
 def _shipped(text: str, name: str) -> ModelCard | None:
     """Return the card that this package keeps of a model of its library, so that the model need not be built."""
-    tree = read_json(CARDS).get(sha256_text(text)) if CARDS.exists() else None
-    if tree is None:
+    tree = dict(_cards().get(sha256_text(text), {}))
+    if not tree:
         return None
     blocks = tuple(Block(**block) for block in tree.pop("blocks"))
     linears = tuple(Linear(**linear) for linear in tree.pop("linears"))
     own = {"name": name, "blocks": blocks, "linears": linears, "assumptions": tuple(tree["assumptions"])}
     return ModelCard(**{**tree, **own, "source": json.loads(text)})
+
+
+@lru_cache(maxsize=1)
+def _cards() -> dict[str, dict[str, Any]]:
+    return dict(read_json(CARDS)) if CARDS.exists() else {}
 
 
 def write_cards() -> None:

@@ -68,9 +68,8 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
     multiplier = train_multiplier(request)
     launches = card.num_layers * FORWARD_OPERATIONS * device.launch_seconds
     visits = sizes.num_micro * batch.passes
-    train_flops = forward * multiplier * batch.passes + 2 * sizes.trained * sizes.rank_tokens * batch.passes * (
-        choices.train.method == "lora"
-    )
+    adapters = 4 * sizes.trained * sizes.rank_tokens if choices.train.method == "lora" else 0.0
+    train_flops = (forward * multiplier + adapters) * batch.passes
     update = sizes.trained * 4 * 6 / device.hbm_bytes_per_second / sizes.shards * batch.passes * batch.minibatches
     stepped = choices.train.rule == "adamw" and choices.train.optimizer_offload == "none"
     train_seconds = train_flops / device.training_flops + visits * launches * (multiplier + 1) + (update if stepped else 0.0)
@@ -82,8 +81,7 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
     decode = _decode(request, sizes)
     return Work(
         train_flops=train_flops,
-        train_seconds=train_seconds
-        + (update if choices.train.rule == "adamw" and choices.train.optimizer_offload == "none" else 0.0),
+        train_seconds=train_seconds / efficiency.train,
         score_flops=score_flops,
         score_seconds=score_seconds / efficiency.score,
         score_on_sampler=on_sampler,

@@ -1,0 +1,266 @@
+"""Plans from recipes, files and flags; the gate; the page; what a finished run teaches."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.plan import (
+    Asked,
+    calibrate,
+    calibrated,
+    check,
+    gate,
+    gather,
+    key_of,
+    learn,
+    measured,
+    page,
+    predicted,
+    record_measurement,
+    record_prediction,
+)
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.config import load_config
+from trainer.errors import ConfigError, DataError, ModelError, ResourceError
+from trainer.files import read_json, write_json
+from trainer.metrics import METRICS, RunWriter, read_lines
+from trainer.plan.hardware import load_hardware
+from trainer.plan.plan import make_plan
+from trainer.plan.probe import quick_local
+
+PLANS = REPOSITORY / "recipes" / "plans"
+TOO_LARGE = {
+    "base.scratch.hidden_size": 65536,
+    "base.scratch.num_heads": 64,
+    "base.scratch.num_layers": 64,
+    "base.scratch.intermediate_size": 65536,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Keep calibrations and probes of this machine out of the tests, and the tests' out of this machine."""
+    state = tmp_path / "state"
+    state.mkdir()
+    monkeypatch.setenv("TITHE_STATE", str(state))
+    return state
+
+
+def config(**changes: object):
+    return load_config(REPOSITORY / "params.yaml", [f"{key}={value}" for key, value in changes.items()])
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_file_with_flags_over_it() -> None:
+    asked = Asked(
+        PLANS / "lomo-7b.yaml", hardware="h100-80gb", devices=4, price_per_hour=1.5, overrides=("train.recompute=false",)
+    )
+    request = gather(asked)
+    assert request.name == "lomo-7b"
+    assert request.hardware.device.name == "h100-80gb"
+    assert request.hardware.device.price_per_hour == 1.5
+    assert request.choices.devices == 4
+    assert not request.choices.train.recompute
+
+
+def test_a_model_alone_is_a_plan_with_defaults() -> None:
+    request = gather(Asked(model="qwen3-8b", overrides=("hardware=a100-80gb", "train.method=lora")))
+    assert request.adapter_parameters == request.card.lora_parameters(32, request.choices.train.lora.target_modules)
+    assert request.hardware.device.name == "a100-80gb"
+
+
+def test_a_recipe_plans_its_base(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("train: {method: lora, batch: {prompts_per_step: 8}}\n")
+    request = gather(Asked(recipe, hardware="h100-80gb"))
+    assert request.choices.train.method == "lora"
+    assert request.choices.batch.prompts_per_step == 8
+    assert request.card.name == "scratch"
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (Asked(model="qwen3-8b", hardware="h100"), "did you mean 'h100-80gb'"),
+        (Asked(model="qwen-8b"), "did you mean 'qwen3-8b'"),
+        (Asked(model="qwen3-8b", overrides=("train.metod=lora",)), "did you mean 'method'"),
+        (Asked(model="qwen3-8b", overrides=("train.residency=sharded",)), "nobody to share with"),
+        (Asked(model="qwen3-8b", overrides=("train.dtype=int4",)), "frozen backbone"),
+        (Asked(PLANS / "lomo-65b.yaml", devices=1), "nobody to share with"),
+        (Asked(PLANS / "stateless-1t.yaml", overrides=("reference.kind=adapter_off",)), "nothing can be switched off"),
+        (Asked(Path("no-such-plan.yaml")), "no such file"),
+    ],
+)
+def test_what_is_wrong_is_named(asked: Asked, problem: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=re.escape(problem)):
+        gather(asked)
+
+
+def test_a_hub_name_that_is_not_here_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is not on this machine"):
+        gather(Asked(overrides=("base.source=hf:nobody/nothing-7b",), hardware="h100-80gb"))
+
+
+def test_a_hub_name_of_the_library_is_planned() -> None:
+    request = gather(Asked(overrides=("base.source=hf:Qwen/Qwen3-8B",), hardware="h100-80gb"))
+    assert request.card.parameters == 8_190_735_360
+
+
+def test_methods_of_the_trainer_are_mapped() -> None:
+    tiered = check(config(**{"train.optimizer.kind": "stateless", "train.memory.weights": "tiered"}), load_hardware("h100-80gb"))
+    train = tiered.request.choices.train
+    assert (train.rule, train.residency, train.layer_major, train.cold, train.slots) == ("stateless", "tiered", True, "disk", 4)
+    beside = check(
+        load_config(REPOSITORY / "recipes/lora-async.yaml", (), REPOSITORY / "params.yaml"), load_hardware("h100-80gb")
+    )
+    assert beside.request.choices.schedule.kind == "async"
+    assert beside.memory.find("device", "samplers' weights") == beside.memory.find("device", "weights")
+
+
+# -- the gate -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_passes_the_gate_and_leaves_its_prediction(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, config())
+    plan, said = gate(workspace)
+    assert plan is not None
+    assert "plan: fits" in said[0]
+    workspace.claim_run()
+    record_prediction(workspace, plan)
+    record_prediction(workspace, plan)  # begun again: one line, not two
+    (line,) = read_lines(workspace.run / METRICS)
+    assert line["metrics"] == pytest.approx(predicted(plan))
+    assert read_json(workspace.run / "plan.json")["verdict"]["fits"]
+
+
+def test_what_cannot_fit_is_refused_with_advice(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, config(**TOO_LARGE))
+    with pytest.raises(ResourceError, match=r"main memory would need .* What would help: .*--force"):
+        gate(workspace)
+    plan, said = gate(workspace, force=True)
+    assert plan is not None
+    assert not plan.verdict.fits
+    assert "as asked" in said[1]
+
+
+def test_an_unknown_base_is_not_planned_but_said(tmp_path: Path) -> None:
+    plan, said = gate(Workspace(tmp_path, config(**{"base.source": "hf:nobody/nothing-7b"})))
+    assert plan is None
+    assert "not planned" in said[0]
+
+
+def steps(learn_seconds: float, sample_seconds: float, peak: float) -> list[dict[str, float]]:
+    step = {
+        "time/step_seconds": learn_seconds + sample_seconds + 0.25,
+        "time/learn_seconds": learn_seconds,
+        "time/sample_seconds": sample_seconds,
+        "memory/rss_peak_bytes": peak,
+        "completion/length_mean": 4.0,
+    }
+    first = {**step, "time/step_seconds": 100.0, "time/learn_seconds": 90.0}
+    return [first, step, step]
+
+
+def write_run(workspace: Workspace, lines: list[dict[str, float]]) -> None:
+    workspace.claim_run()
+    writer = RunWriter(workspace.run / "train")
+    for number, line in enumerate(lines, 1):
+        writer.metrics(number, line)
+
+
+def test_measured_stands_beside_predicted(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, config())
+    plan, _ = gate(workspace)
+    assert plan is not None
+    write_run(workspace, steps(0.5, 0.25, 6e8))
+    record_prediction(workspace, plan)
+    values = record_measurement(workspace)
+    assert values["plan/measured_step_seconds"] == 1.0  # the first step warms up
+    assert values["plan/measured_peak_bytes"] == 6e8
+    assert values["plan/ratio_peak_bytes"] == pytest.approx(plan.memory.peak("device")[0] / 6e8)
+    record_measurement(workspace)
+    assert len(read_lines(workspace.run / METRICS)) == 2
+
+
+def test_nothing_measured_nothing_said(tmp_path: Path) -> None:
+    assert record_measurement(Workspace(tmp_path, config())) == {}
+
+
+# -- calibration --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_teaches_later_plans(tmp_path: Path, own_state: Path) -> None:
+    workspace, hardware = Workspace(tmp_path, config()), quick_local(own_state)
+    write_run(workspace, steps(0.5, 0.25, 6e8))
+    learned = calibrate(workspace.run, hardware)
+    again = calibrated(hardware)
+    assert again.efficiency.train == pytest.approx(learned["train"])
+    plan = make_plan(gather_like(workspace, again))
+    assert plan.schedule.train_seconds + plan.schedule.score_seconds == pytest.approx(0.5)
+    assert plan.schedule.sample_seconds == pytest.approx(0.25)
+    assert plan.schedule.step_seconds == pytest.approx(1.0)
+    assert plan.memory.peak("device")[0] == pytest.approx(6e8, rel=1e-3)
+
+
+def gather_like(workspace: Workspace, hardware: Any):
+    return check(workspace.config, hardware, {"completion_tokens": 4.0}).request
+
+
+def test_another_machine_keeps_its_own_calibration(own_state: Path) -> None:
+    gpu = load_hardware("h100-80gb")
+    write_json(own_state / "calibration.json", {key_of(gpu): {"run": "r", "efficiency": {"train": 0.5}}})
+    assert calibrated(gpu).efficiency.train == 0.5
+    assert calibrated(load_hardware("a100-80gb")).efficiency.train == 1.0
+
+
+def test_what_is_no_finished_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run directory"):
+        calibrate(tmp_path, load_hardware("h100-80gb"))
+    workspace = Workspace(tmp_path, config())
+    write_run(workspace, steps(0.5, 0.25, 6e8)[:1])
+    with pytest.raises(DataError, match="has 1 steps with times; at least 2"):
+        calibrate(workspace.run, load_hardware("h100-80gb"))
+
+
+def test_learning_from_a_run_without_memory() -> None:
+    request = gather(Asked(model="qwen3-0.6b"))
+    learned = learn(request, measured([{"time/step_seconds": 2.0, "time/learn_seconds": 1.0}]))
+    assert set(learned) == {"train", "score", "fixed_seconds"}
+
+
+# -- the page and the tree ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_bars_for_every_phase() -> None:
+    plan = make_plan(gather(Asked(PLANS / "lora-async-1.2t-as-published.yaml")))
+    html = page(plan)
+    assert html.count("<svg") == 4
+    assert "Does not fit" in html
+    assert "train.dtype: int8" in html
+    assert "do not fit as written" in html
+    assert "<script" not in html
+    for term in plan.memory.terms:
+        assert term.name.replace("'", "&#39;") in html or term.name.replace("'", "&#x27;") in html
+
+
+def test_names_are_escaped() -> None:
+    from dataclasses import replace
+
+    request = replace(gather(Asked(PLANS / "lomo-7b.yaml")), name="<b>bold</b>", note="<i>")
+    assert "<b>bold" not in page(make_plan(request))
+
+
+def test_the_tree_is_json() -> None:
+    tree = make_plan(gather(Asked(PLANS / "stateless-10b.yaml"))).as_tree()
+    again = json.loads(json.dumps(tree))
+    assert again["verdict"]["rooms"][0]["place"] == "device"
+    assert sum(
+        term["bytes"] for term in again["memory"] if term["place"] == "device" and "train" in term["phases"]
+    ) == pytest.approx(again["verdict"]["rooms"][0]["peak_bytes"])
