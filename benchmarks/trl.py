@@ -10,7 +10,8 @@ What differs, because the programs do: TRL scores the samples once more before i
 `generate`, and judges in its own process by a direct call; tithe takes the sampler's log-probs, samples with its slots, judges in
 killable workers, and writes checkpoints, metrics and a heartbeat inside its clock. TRL's logging, saving and progress bars are
 off, and what saving costs it is taken out of its clock. Memory is the proportional set size of the process and its children:
-the peak, and how far that is above what it was once everything was imported and the base had been loaded once.
+the peak, and how far that is above what it was once everything was imported and the base had been loaded once. The clock starts
+there too; loading the verifier is inside it on both sides.
 """
 
 from __future__ import annotations
@@ -224,13 +225,13 @@ def direct_judge(config: CampaignConfig) -> Callable[[str, str, dict[str, Any]],
         return lambda answer, gold, scorer: float(answer.strip() == gold.strip())
     if config.reward.verifier != "reasoning_gym":
         raise ConfigError("reward.verifier", config.reward.verifier, "the comparison knows exact and reasoning_gym")
-    from reasoning_gym import get_score_answer_fn
-
     scorers: dict[str, Any] = {}
 
     def judge(answer: str, gold: str, scorer: dict[str, Any]) -> float:
         task = scorer["task"]
-        if task not in scorers:
+        if task not in scorers:  # imported here, so that the clock and the scale see it on both sides
+            from reasoning_gym import get_score_answer_fn
+
             scorers[task] = get_score_answer_fn(task)
         score = float(scorers[task](answer.strip(), scorer["entry"]))
         return score if score >= 1.0 or config.reward.partial_credit else 0.0
@@ -501,7 +502,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-S", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, alternating (default: 2)")
     parser.add_argument("--goal", type=float, default=0.85, help="held-out pass@1 to reach (default: 0.85)")
-    parser.add_argument("--every", type=int, default=5, help="steps between weights that are kept (default: 5)")
+    parser.add_argument("--every", type=int, default=2, help="steps between weights that are kept (default: 2)")
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="torch threads of each side (default: all cores)"
     )
