@@ -326,10 +326,11 @@ def open_session(
     fix = "wait for it, stop it, or give this one a workspace of its own: -S campaign.name=<another>"
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
-        if not is_done(workspace):
-            gate.before(workspace, say, force_plan)
-        prepare_workspace(workspace)
         launcher = Launcher(workspace.config, fork)
+        if not is_done(workspace):
+            launcher.warm()
+            gate.before(workspace, say, force_plan, launcher)
+        prepare_workspace(workspace)
         session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
