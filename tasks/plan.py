@@ -89,7 +89,16 @@ def _from_campaign(asked: Asked, params: Path | None) -> PlanRequest:
     params = params or REPOSITORY / "params.yaml"
     config = load_config(asked.target or params, asked.overrides, params)
     card = load_card(asked.model) if asked.model is not None else None
-    return plan_request(config, load_hardware(asked.hardware or "local"), card)
+    return plan_request(config, hardware_of(asked.hardware or "local"), card)
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return a hardware description; this machine's is kept, so that the gate need not probe it again."""
+    if name != "local":
+        return load_hardware(name)
+    from trainer.plan.probe import probe_local
+
+    return probe_local(state=state_directory())
 
 
 # -- the gate -----------------------------------------------------------------------------------------------------------------

@@ -117,8 +117,8 @@ def sizes_of(request: PlanRequest) -> Sizes:
         shards=choices.devices if train.residency in ("sharded", "zero3") else 1,
         state_bytes=state,
         rank_tokens=rank_tokens,
-        micro_tokens=min(micro, max(rank_tokens, batch.prompt_tokens + batch.completion_tokens)),
-        num_micro=max(1.0, rank_tokens / micro),
+        micro_tokens=min(micro, max(rank_tokens / batch.minibatches, batch.prompt_tokens + batch.completion_tokens)),
+        num_micro=max(float(batch.minibatches), rank_tokens / micro),
         sample_devices=sample_devices,
         engine_spread=_engine_spread(request, engine, sample_devices),
         kv_bits=sample.kv_bits or 8 * activation,
@@ -230,7 +230,8 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
                     ("train",),
                 )
         else:
-            bill.add("host", "read-ahead slots", 3 * unit, "3 host slots x largest layer")
+            if not bill.on_cpu:  # there, the slots that compute are the only ones
+                bill.add("host", "read-ahead slots", 3 * unit, "3 host slots x largest layer")
             copies = 2 if train.method == "full" else 1
             bill.add(
                 "disk",
@@ -597,6 +598,25 @@ def _handover(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("sync", "merge"))
     elif train.method == "lora":
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("merge",))
+    if train.layer_major and train.residency == "resident":
+        copied = card.parameters * sizes.weight_bytes
+        bill.add(
+            "device",
+            "weights as loaded",
+            copied,
+            f"P x {sizes.weight_bytes:g} B, until all are in their layers' buffers",
+            ("load",),
+        )
+    streamed = train.residency == "tiered" or (train.layer_major and request.hardware.is_cpu and sizes.weight_bytes < 4)
+    if streamed and train.method == "full":
+        written = 2 * card.parameters * sizes.weight_bytes
+        bill.add(
+            "host",
+            "whole policy while it is written",
+            written,
+            f"2 x P x {sizes.weight_bytes:g} B: gathered, then as files",
+            ("sync",),
+        )
     if not request.hardware.is_cpu:  # there, loaded weights are the file's own pages
         bill.add("host", "file pages while loading", min(5.0e9, card.parameters * 2.0) * 2, "two file shards, staged", ("load",))
 
