@@ -25,7 +25,7 @@ METRICS, EVENTS, HEARTBEAT, RESULT = "metrics.jsonl", "events.jsonl", "heartbeat
 def read_heartbeat(directory: Path) -> dict[str, Any] | None:
     """Return the last sign of life in a run directory, if there is one."""
     try:
-        return json.loads((directory / HEARTBEAT).read_text())  # type: ignore[no-any-return]
+        return dict(json.loads((directory / HEARTBEAT).read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 
