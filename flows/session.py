@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,6 +136,10 @@ class Session:
     def stages(self) -> tuple[Stage, ...]:
         """The campaign's stages in order, the optional ones that its configuration asks for first."""
         return (*optional_stages(self.workspace.config), *self.workspace.stages)
+
+    def chosen(self, only: Collection[str]) -> tuple[Stage, ...]:
+        """The stages of that name, in order; all when none is named."""
+        return tuple(stage for stage in self.stages if not only or stage.name in only)
 
     def begin(self) -> None:
         """Write that the campaign runs, and begin to ship. A finished one that has nothing left to do stays as it is."""
@@ -361,13 +365,21 @@ def is_done(workspace: Workspace) -> bool:
     return record is not None and record.status == "FINISHED" and record.identity == config_hash(workspace.config)
 
 
-def run_plainly(session: Session, on_beat: Callable[[Stage, Beat], None], on_result: Callable[[StageResult], None]) -> None:
+def run_plainly(
+    session: Session,
+    on_beat: Callable[[Stage, Beat], None],
+    on_result: Callable[[StageResult], None],
+    only: Collection[str] = (),
+) -> None:
     """Run the stages in order without any orchestrator, trying again what can heal.
+
+    Args:
+        only: names of stages to run; empty for all.
 
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.stages:
+    for stage in session.chosen(only):
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

@@ -83,10 +83,11 @@ STAGES: tuple[Stage, ...] = (
             "anchors.completions_per_prompt",
             "anchors.top_k",
             "anchors.max_completion_tokens",
+            "anchors.reference",
             "train.sampling",
             "campaign.seed",
         ),
-        ("tasks/anchors.py", "trainer/anchors", "trainer/policy", "trainer/rollout"),
+        ("tasks/anchors.py", "trainer/anchors", "trainer/memory", "trainer/policy", "trainer/rollout"),
     ),
     Stage(
         "train",

@@ -27,6 +27,7 @@ from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.checkpoint import load_newest, save_checkpoint
 from trainer.processes import forget_peak_memory, peak_memory_bytes
 from trainer.reward.hacking import watch
+from trainer.reward.summary import part_shares
 from trainer.schedule.judge import group, judge, reward_metrics
 from trainer.schedule.prompts import PromptCursor, StagePosition, locate, make_requests
 from trainer.schedule.stop import StopWish
@@ -218,6 +219,7 @@ class SyncSchedule:
             "heldout/accuracy": sum(sample.reward >= CORRECT_AT for sample in samples) / len(samples),
             "heldout/reward_mean": sum(sample.reward for sample in samples) / len(samples),
             "heldout/length_mean": sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
+            **{f"heldout/{name}": value for name, value in part_shares([sample.verdict for sample in samples]).items()},
             "time/heldout_seconds": time.perf_counter() - begin,
         }
 
