@@ -293,8 +293,7 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         else:
             tensor = card.gathered_tensor(train.expert_parallel)
             bill.add("device", "gradient of one tensor", tensor * g, f"largest tensor {tensor:,} x {g:g} B", ("train",))
-        work = 8 * min(card.largest_tensor, 2**24)
-        bill.add("device", "update workspace", work, "float32 copies of weight and gradient, 16M elements at a time", ("train",))
+            bill.add("device", "update workspace", _update_workspace(card), UPDATE_FORMULA, ("train",))
         return
     bill.add("device", "gradients", sizes.trained * g / shards, f"T {int(sizes.trained):,} x {g:g} B" + _over(shards), ("train",))
     if train.method == "full" and shards > 1:
@@ -312,6 +311,13 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     parts = ["float32 master"] if sizes.master else []
     for name in parts + (["first moments", "second moments"] if train.rule == "adamw" else []):
         _state(bill, request, sizes, name)
+
+
+UPDATE_FORMULA = "float32 copies of weight and gradient, 16M elements at a time"
+
+
+def _update_workspace(card: ModelCard) -> float:
+    return 8.0 * min(card.largest_tensor, 2**24)
 
 
 def _state(bill: Bill, request: PlanRequest, sizes: Sizes, name: str) -> None:
@@ -363,8 +369,9 @@ def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             tokens * (largest + working),
             f"{tokens:,.0f} tokens x {largest + working:,.0f} B kept and worked on in one layer",
         )
-        # Logits are gone when the last layer is worked on.
-        terms.append(("activations of one layer, or logits", max(inside, logits), how if inside >= logits else said))
+        # Logits are gone when the last layer is worked on; layer by layer, its activations are when it is updated.
+        ways = [(inside, how), (logits, said), *([(_update_workspace(card), UPDATE_FORMULA)] if train.layer_major else [])]
+        terms.append(("activations of one layer, or logits", *max(ways)))
     else:
         how = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {working:,.0f} B worked on in one)"
         terms += [("activations", tokens * (every + working), how), ("logits", logits, said)]
