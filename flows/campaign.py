@@ -42,7 +42,7 @@ from flows.summary import comparison, mlflow_link, report_page
 from tasks.registry import Stage
 from trainer.errors import StopRequested, TitheError
 
-PROGRESS_SECONDS, STATE_SECONDS = 3.0, 10.0
+PROGRESS_SECONDS, STATE_SECONDS = 4.0, 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _STATE_NAMES = {"made": "Completed", "cached": "Cached", "restored": "Restored"}
 

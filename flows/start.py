@@ -25,6 +25,7 @@ from tasks.workspace import Workspace
 from trainer.errors import StopRequested
 from trainer.files import read_json, read_manifest
 from trainer.metrics import HEARTBEAT
+from trainer.processes import importing
 
 DRAIN_SECONDS = 10.0
 
@@ -55,12 +56,13 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
     """Run the campaign in Prefect, and return whether Prefect was there to the end. What failed by itself raises."""
     os.environ.update(settings())
     try:
-        with api() as server:
-            from flows.campaign import PrefectAway, drain, run_in_prefect
+        with api(session) as server:
+            session.go_ahead()
+            with importing():
+                from flows.campaign import PrefectAway, drain, run_in_prefect
 
-            session.start_ahead()
             if server is not None:
-                server.wait_ready(stop=session.stop)
+                server.wait_ready(stop=session.stop, meanwhile=session.go_ahead)
             if session.stop:
                 raise session.stop.error()
             try:
@@ -77,7 +79,7 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
 
 
 @contextmanager
-def api() -> Iterator[PrivateServer | None]:
+def api(session: Session) -> Iterator[PrivateServer | None]:
     """Make PREFECT_API_URL name a server: one that runs already (gives None), or a private one that is starting."""
     found = find_server()
     before = os.environ.get("PREFECT_API_URL")
@@ -86,7 +88,7 @@ def api() -> Iterator[PrivateServer | None]:
             os.environ["PREFECT_API_URL"] = found
             yield None
         else:
-            with private_server() as server:
+            with private_server(session.stop, session.go_ahead) as server:
                 os.environ["PREFECT_API_URL"] = server.api_url
                 yield server
     finally:
