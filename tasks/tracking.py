@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ class Mirror:
 
     def sync(self, run: Path) -> None:
         """Make MLflow agree with a campaign's run directory."""
-        with self._named(), wait_for(run / ".mlflow.lock"):
+        with its_turn(run), self._named():
             campaign = truth(run)
             if campaign is None:
                 return
@@ -335,6 +335,24 @@ class Mirror:
             for path in [folder / "manifest.json", *(small_files(folder) if wanted else ())]:
                 inside = str(Path(folder.name) / path.relative_to(folder).parent)
                 self._client.log_artifact(run_id, str(path), inside)
+
+
+@contextmanager
+def its_turn(run: Path) -> Iterator[None]:
+    """Wait until nobody else sends a run directory.
+
+    Raises:
+        TrackingError: nothing can be written there.
+    """
+    with ExitStack() as turn:
+        try:
+            turn.enter_context(wait_for(run / ".mlflow.lock"))
+        except OSError as error:
+            raise TrackingError(
+                f"{run} cannot be written to ({error.strerror}), and what MLflow has is noted there; "
+                "make it writable for this user, or sync a copy of its workspace (--workspace)"
+            ) from error
+        yield
 
 
 class _Named:

@@ -13,7 +13,7 @@ import pytest
 
 from flows.campaign import artifact_key
 from flows.server import PrivateServer
-from tasks.locks import Owner
+from tasks.locks import Owner, hold
 from tasks.record import read_record
 from trainer.files import read_json
 
@@ -113,6 +113,29 @@ def test_a_signal_to_the_command_ends_the_stage_after_a_checkpoint(tiny: Any, ap
     record = read_record(tiny.workspace.run)
     assert record is not None
     assert record.status == "KILLED"
+
+
+def test_a_stop_while_prefects_database_is_made_does_not_wait_for_it(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    fresh = tmp_path / "fresh"
+    process = tiny.start("--no-tracking", TITHE_STATE=str(fresh))
+    eventually((fresh / "prefect" / "private-server.log").exists)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
+    assert "stopped: stopped by SIGTERM" in said
+    assert not (fresh / "prefect" / "initialised").exists()
+    assert tiny.made in ([], ["prepare"])
+
+
+def test_stages_go_ahead_while_prefects_database_is_made(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    fresh = tmp_path / "fresh"
+    (fresh / "prefect").mkdir(parents=True)
+    with hold(fresh / "prefect.lock", "another makes the database"):
+        process = tiny.start("--no-tracking", TITHE_STATE=str(fresh))
+        eventually(lambda: tiny.made == ["prepare", "train", "evaluate", "report"])
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
 
 
 def test_no_server_anywhere_means_a_private_one_with_its_history_kept(tiny: Any, state: Path, prefect_server: str) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.record import add_tags, begin, finish, flatten, read_record, truth
-from tasks.tracking import Cursor, Mirror, Sidecar, TrackingError, as_value, clean_key, is_behind, read_new
+from tasks.tracking import Cursor, Mirror, Sidecar, TrackingError, as_value, clean_key, is_behind, its_turn, read_new
 from tasks.workspace import REPOSITORY
 from trainer.config import CampaignConfig, load_config
 from trainer.files import write_json, write_manifest
@@ -33,6 +33,15 @@ def lines(path: Path, steps: list[int], mode: str = "a") -> None:
     with open(path, mode) as file:
         for step in steps:
             file.write(json.dumps({"step": step, "time": time.time(), "metrics": {"m": float(step)}}) + "\n")
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_named_and_not_mlflow(tmp_path: Path) -> None:
+    (tmp_path / ".mlflow.lock").mkdir()  # even for root, who may write everywhere
+    with (
+        pytest.raises(TrackingError, match=rf"{tmp_path} cannot be written to \(Is a directory\).*make it writable"),
+        its_turn(tmp_path),
+    ):
+        pass
 
 
 def steps_of(found: list[dict[str, Any]]) -> list[int]:
