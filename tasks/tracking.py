@@ -489,9 +489,9 @@ def listen(timeout_seconds: float) -> bytes | None:
 
 def yield_to_work() -> None:
     """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
-    os.nice(10)
+    os.nice(5)
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text("10", encoding="utf-8")
+        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:
