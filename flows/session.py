@@ -306,6 +306,7 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
+    launcher: Launcher | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -314,6 +315,7 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
+        launcher: one that several sessions share; None makes one.
 
     Raises:
         BusyError: another campaign runs in the workspace.
@@ -324,7 +326,7 @@ def open_session(
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
         prepare_workspace(workspace)
-        launcher = Launcher(workspace.config, fork)
+        launcher = launcher or Launcher(workspace.config, fork)
         session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
@@ -353,13 +355,18 @@ def is_done(workspace: Workspace) -> bool:
     return record is not None and record.status == "FINISHED" and record.identity == config_hash(workspace.config)
 
 
-def run_plainly(session: Session, on_beat: Callable[[Stage, Beat], None], on_result: Callable[[StageResult], None]) -> None:
-    """Run the stages in order without any orchestrator, trying again what can heal.
+def run_plainly(
+    session: Session,
+    on_beat: Callable[[Stage, Beat], None],
+    on_result: Callable[[StageResult], None],
+    stages: Sequence[Stage] | None = None,
+) -> None:
+    """Run the stages, or some of them, in order without any orchestrator, trying again what can heal.
 
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.stages:
+    for stage in session.stages if stages is None else stages:
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

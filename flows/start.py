@@ -9,18 +9,20 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from flows.console import Console
 from flows.leave import Leave
 from flows.server import PrivateServer, ServerError, find_server, private_server, settings
-from flows.session import Session, open_session, run_plainly
+from flows.session import Session, Stop, open_session, run_plainly
 from flows.summary import comparison, mlflow_link, report_page
+from flows.trials import Asked, Runner, resolve_sweep, rows_of
 from tasks.locks import Owner
 from tasks.record import truth
 from tasks.registry import get_stage
+from tasks.sweep import Sweep
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested
 from trainer.files import read_json, read_manifest
@@ -53,18 +55,34 @@ def run_campaign(
 
 def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
     """Run the campaign in Prefect, and return whether Prefect was there to the end. What failed by itself raises."""
+
+    def run() -> None:
+        from flows.campaign import run_in_prefect
+
+        run_in_prefect(session, console.beat, console.result)
+
+    return in_prefect(run, session.start_ahead, session.stop, console, leave)
+
+
+def in_prefect(run: Callable[[], None], meanwhile: Callable[[], None], stop: Stop, console: Console, leave: Leave) -> bool:
+    """Do something with Prefect, and return whether Prefect was there to the end. What failed by itself raises.
+
+    Args:
+        run: raises PrefectAway where Prefect was what failed.
+        meanwhile: done while a private server still starts.
+    """
     os.environ.update(settings())
     try:
         with api() as server:
-            from flows.campaign import PrefectAway, drain, run_in_prefect
+            from flows.campaign import PrefectAway, drain
 
-            session.start_ahead()
+            meanwhile()
             if server is not None:
-                server.wait_ready(stop=session.stop)
-            if session.stop:
-                raise session.stop.error()
+                server.wait_ready(stop=stop)
+            if stop:
+                raise stop.error()
             try:
-                run_in_prefect(session, console.beat, console.result)
+                run()
             except PrefectAway as error:
                 console.say(f"warning: {error}; the campaign goes on without it, and nothing is lost")
                 return False
@@ -74,6 +92,45 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
         console.say(f"warning: {error}; the campaign goes on without Prefect, and nothing is lost")
         return False
     return True
+
+
+def run_sweep(asked: Asked, plain: bool, tracking: bool, leave: Leave, fork: bool | None = None) -> None:
+    """Run a sweep and show how its trials rank.
+
+    Raises:
+        TitheError: how it failed or was stopped.
+    """
+    sweep, workers = resolve_sweep(asked)
+    with Console() as console:
+        runner = Runner(sweep, workers, console.say, console.trial_beat, tracking, fork, on_end=console.trial_end)
+        many = max(len(sweep.trials), sweep.spec.num_trials)
+        done = sum(sweep.is_done(trial) for trial in sweep.trials)
+        console.say(f"sweep {sweep.name} in {sweep.root}: {many} trials, {done} done, {workers} at a time")
+        try:
+
+            def run() -> None:
+                from flows.sweep import run_in_prefect
+
+                run_in_prefect(runner)
+
+            if plain or done == many or not in_prefect(run, lambda: None, runner.stop, console, leave):
+                runner.run()
+        except KeyboardInterrupt:
+            raise StopRequested("interrupted; run the same command again to go on") from None
+        finally:
+            show_trials(runner.sweep, console)
+
+
+def show_trials(sweep: Sweep, console: Console) -> None:
+    """Print how the trials rank, and what to do with the best."""
+    rows = rows_of(sweep)
+    if rows:
+        console.table(rows, f"{sweep.name}, by {sweep.spec.objective}")
+    ranking = sweep.ranking()
+    if ranking and ranking[0][1].state == "done":
+        best = sweep.workspace(ranking[0][0])
+        console.say(f"best: trial {ranking[0][0].number} ({ranking[0][0].name}) in {best.run}")
+        console.say(f"next: {program('tithe')} compare {shlex.quote(_near(sweep.root))}")
 
 
 @contextmanager
