@@ -202,7 +202,8 @@ def watch(
     Returns:
         Why it ended, and its exit code.
     """
-    started, seen = time.monotonic(), 0.0
+    started = heard = time.monotonic()  # no clock that somebody may set
+    seen: float | None = None
     try:
         while True:
             code = child.wait(POLL_SECONDS)
@@ -210,11 +211,11 @@ def watch(
                 return "exited", code
             beat = read_beat(run, child.pid)
             if beat and beat["time"] != seen:
-                seen = beat["time"]
+                seen, heard = beat["time"], time.monotonic()
                 on_beat(beat)
             if stop_wanted():
                 return "stopped", end(child, limits.grace_seconds)
-            if beat and time.time() - beat["time"] > limits.silence_seconds:
+            if seen is not None and time.monotonic() - heard > limits.silence_seconds:
                 return "silent", end(child, limits.grace_seconds)
             if time.monotonic() - started > limits.total_seconds:
                 return "late", end(child, limits.grace_seconds)

@@ -78,6 +78,7 @@ def run(
     run_directory: RunDirectory = None,
     root: Root = None,
     force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
+    force_plan: Annotated[bool, typer.Option("--force", help="Start it although the plan says that it does not fit.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
     no_tracking: NoTracking = False,
     fork: Fork = None,
@@ -96,7 +97,7 @@ def run(
     from flows.start import run_campaign
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork, force_plan)
 
 
 @app.command()
@@ -229,14 +230,18 @@ def preflight(
 def up(
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prefect's API and UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of MLflow.")] = 5000,
+    slots: Annotated[int | None, typer.Option(min=1, help="Campaigns at once; default: one a GPU, or one.")] = None,
 ) -> None:
-    """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
+    """Start Prefect, MLflow and a worker on this machine and print their addresses; Ctrl-C stops all, their history stays.
+
+    In Prefect's UI, campaigns, evaluations and plans can then be started and scheduled (Deployments). Databases are SQLite files
+    in .tithe/, or PostgreSQL: TITHE_DATABASE=postgresql://user@host/name.
 
     Example: tithe up --prefect-port 4201 --mlflow-port 5001
     """
     from flows.up import serve
 
-    serve(prefect_port, mlflow_port)
+    serve(prefect_port, mlflow_port, slots)
 
 
 @app.command()

@@ -23,9 +23,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.locks import wait_for
-from tasks.workspace import state_directory
+from tasks.workspace import server_database, state_directory
 from trainer.errors import TitheError
-from trainer.files import read_json
+from trainer.files import read_json, sha256_text
 
 READY_SECONDS = 300.0  # 5 s; a first start makes the database, 8 to 25 s; far more on a machine that is busy
 _STOP_SECONDS = 10.0
@@ -49,7 +49,16 @@ def settings() -> dict[str, str]:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }
+    database = server_database("prefect", "asyncpg")
+    if database is not None:
+        ours["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
     return {key: os.environ.get(key, value) for key, value in ours.items()}
+
+
+def initialised_marker() -> Path:
+    """Return the file that says that Prefect's database is made."""
+    database = server_database("prefect", "asyncpg")
+    return state_directory() / "prefect" / (f"initialised-{sha256_text(database)[:8]}" if database else "initialised")
 
 
 def addresses_file() -> Path:
@@ -108,7 +117,7 @@ class Server:
     Args:
         name: for messages.
         module: run as `python -m <module> <arguments>`.
-        health: URL that answers 200 when it is ready.
+        health: URL that answers 200 when it is ready; empty for one that nobody asks.
     """
 
     def __init__(self, name: str, module: str, arguments: list[str], health: str, log: Path, environment: Mapping[str, str]):
@@ -142,11 +151,11 @@ class Server:
                 raise ServerError(f"{self.name} did not answer within {timeout_seconds:.0f} s; see {self.log}")
             time.sleep(0.1)
 
-    def stop(self) -> None:
+    def stop(self, timeout_seconds: float = _STOP_SECONDS) -> None:
         """Ask it to stop, then kill what is left of its group."""
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_STOP_SECONDS)
+            self._process.wait(timeout_seconds)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -180,9 +189,9 @@ def private_server() -> Iterator[PrivateServer]:
     with wait_for(state_directory() / "prefect.lock"):
         server = PrivateServer()
         try:
-            if not (state_directory() / "prefect" / "initialised").exists():
+            if not initialised_marker().exists():
                 server.wait_ready()
-                (state_directory() / "prefect" / "initialised").touch()
+                initialised_marker().touch()
         except ServerError:
             server.stop()
             raise

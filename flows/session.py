@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from flows import gate
 from flows.child import Child, Launcher, Lease, Limits, end, watch
 from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
@@ -135,6 +136,10 @@ class Session:
     def stages(self) -> tuple[Stage, ...]:
         """The campaign's stages in order, the optional ones that its configuration asks for first."""
         return (*optional_stages(self.workspace.config), *self.workspace.stages)
+
+    def chosen(self, only: Collection[str]) -> tuple[Stage, ...]:
+        """The stages of that name, in order; all when none is named."""
+        return tuple(stage for stage in self.stages if not only or stage.name in only)
 
     def begin(self) -> None:
         """Write that the campaign runs, and begin to ship. A finished one that has nothing left to do stays as it is."""
@@ -306,6 +311,7 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
+    force_plan: bool = False,
     launcher: Launcher | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
@@ -315,18 +321,22 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
+        force_plan: start it although the plan says that it does not fit.
         launcher: one that several sessions share; None makes one.
 
     Raises:
-        BusyError: another campaign runs in the workspace.
+        BusyError: another campaign runs in the workspace. ResourceError: it does not fit this machine.
     """
     limit_threads(workspace.config)
     os.environ.pop(PARENT_TRACKS, None)
     fix = "wait for it, stop it, or give this one a workspace of its own: -S campaign.name=<another>"
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
-        prepare_workspace(workspace)
         launcher = launcher or Launcher(workspace.config, fork)
+        if not is_done(workspace):
+            launcher.warm()
+            gate.before(workspace, say, force_plan, launcher)
+        prepare_workspace(workspace)
         session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
@@ -339,6 +349,8 @@ def open_session(
             with signals_ask(session.stop):
                 yield session
             status = "FINISHED"
+            if session._begun:
+                gate.after(workspace, say)
         except (StopRequested, KeyboardInterrupt) as stop:
             status, problem = "KILLED", str(stop)
             raise
@@ -359,14 +371,17 @@ def run_plainly(
     session: Session,
     on_beat: Callable[[Stage, Beat], None],
     on_result: Callable[[StageResult], None],
-    stages: Sequence[Stage] | None = None,
+    only: Collection[str] = (),
 ) -> None:
-    """Run the stages, or some of them, in order without any orchestrator, trying again what can heal.
+    """Run the stages in order without any orchestrator, trying again what can heal.
+
+    Args:
+        only: names of stages to run; empty for all.
 
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.stages if stages is None else stages:
+    for stage in session.chosen(only):
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

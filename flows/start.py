@@ -10,10 +10,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
+
 from flows.console import Console
+from flows.flow_runs import directory, settle
 from flows.leave import Leave
 from flows.server import PrivateServer, ServerError, find_server, private_server, settings
 from flows.session import Session, Stop, open_session, run_plainly
@@ -32,7 +35,13 @@ DRAIN_SECONDS = 10.0
 
 
 def run_campaign(
-    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, fork: bool | None = None
+    workspace: Workspace,
+    force: Sequence[str],
+    plain: bool,
+    tracking: bool,
+    leave: Leave,
+    fork: bool | None = None,
+    force_plan: bool = False,
 ) -> None:
     """Run a campaign and show what came out.
 
@@ -44,13 +53,26 @@ def run_campaign(
     with Console() as console:
         console.say(f"campaign {workspace.run_id} in {workspace.root}")
         tell_from_where(workspace, console)
-        with open_session(workspace, console.say, force, tracking, fork) as session:
-            try:
-                if plain or not orchestrated(session, console, leave):
-                    run_plainly(session, console.beat, console.result)
-            except KeyboardInterrupt:
-                raise StopRequested("interrupted; run the same command again to go on") from None
+        try:
+            with open_session(workspace, console.say, force, tracking, fork, force_plan) as session:
+                try:
+                    if plain or not orchestrated(session, console, leave):
+                        run_plainly(session, console.beat, console.result)
+                except KeyboardInterrupt:
+                    raise StopRequested("interrupted; run the same command again to go on") from None
+        finally:
+            if not plain:
+                tell_prefect()
     show_end(workspace, console)
+
+
+def tell_prefect() -> None:
+    """Tell a Prefect that was away how the campaign ended, if it is back; else the next `tithe up` does (flows/flow_runs.py)."""
+    if any(directory().glob("*.json")):
+        with suppress(ServerError, httpx.HTTPError):
+            server = find_server()
+            if server is not None:
+                settle(server, over=True)
 
 
 def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
@@ -88,6 +110,8 @@ def in_prefect(run: Callable[[], None], meanwhile: Callable[[], None], stop: Sto
                 return False
             finally:
                 leave.at_once = not drain(DRAIN_SECONDS)
+                with suppress(httpx.HTTPError):
+                    settle(os.environ["PREFECT_API_URL"], over=True)
     except ServerError as error:
         console.say(f"warning: {error}; the campaign goes on without Prefect, and nothing is lost")
         return False

@@ -9,38 +9,46 @@ a wish to stop comes from signals or from the flow run's state, and reaches all 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import Flow, flow, get_client, task
+from prefect import Flow, flow, get_client, get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from flows.campaign import AWAY, STATE_SECONDS, PrefectAway, artifact_key
+from flows.deployments import Name, RecipeName, stopped
+from flows.flow_runs import note
 from flows.session import Stop
 from flows.trials import Asked, Runner, resolve_sweep, rows_of
+from flows.workspaces import PARAMS
 from tasks.search import Kind
 from tasks.sweep import OBJECTIVE, Outcome, Spec, Trial
+from tasks.workspace import REPOSITORY
 from trainer.errors import StopRequested, TitheError
 
-_AXES, _NONE = ["train.optimizer.learning_rate=1e-4,2e-4,4e-4"], list[str]()
+
+def flow_run() -> FlowRun:
+    """Return the flow run that this is called in."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    return context.flow_run
 
 
 @contextmanager
 def cancellation_heard(stop: Stop) -> Iterator[None]:
     """Ask to stop when somebody cancels the flow run; Prefect may be away meanwhile."""
-    context = FlowRunContext.get()
-    assert context is not None
-    assert context.flow_run is not None
-    run_id, over = context.flow_run.id, threading.Event()
+    run_id, over = flow_run().id, threading.Event()
 
     def watch() -> None:
         while not over.wait(STATE_SECONDS):
@@ -104,6 +112,7 @@ def perform_as_task(runner: Runner, trial: Trial) -> Outcome | None:
 
 def run_trials(runner: Runner) -> State[Any]:
     """Run a sweep inside a flow, and return the flow's state."""
+    note(str(flow_run().id), runner.sweep.root, deployed=flow_run().deployment_id is not None)
     progress = Progress(runner)
     before = runner.on_end
 
@@ -127,25 +136,68 @@ def run_trials(runner: Runner) -> State[Any]:
     return Failed(message=str(error), data=error) if error else Completed(message=f"{len(runner.sweep.trials)} trials")
 
 
-@flow(name="sweep", persist_result=False)
+def run_name() -> str:
+    """Return the name of the current flow run: the sweep's, so that it is found in MLflow and on disk."""
+    try:
+        return resolve_sweep(asked_for(**runtime.flow_run.parameters))[0].name
+    except (TitheError, OSError):
+        return Path(runtime.flow_run.parameters["recipe"]).stem
+
+
+def asked_for(
+    recipe: str,
+    axes: Sequence[str],
+    search: Kind,
+    trials: int,
+    overrides: Sequence[str],
+    objective: str,
+    workers: int,
+    seed: int,
+    prune: bool,
+    name: str,
+) -> Asked:
+    """Return what a form asks for."""
+    kept = [tuple(text.strip() for text in texts if text.strip()) for texts in (axes, overrides)]
+    spec = Spec(search, kept[0], 0 if search == "grid" else trials, seed, objective, prune)
+    return Asked(spec, REPOSITORY / recipe, kept[1], workers, name.strip(), None, os.environ.get("TITHE_STAGES", ""))
+
+
+@flow(name="sweep", flow_run_name=run_name, persist_result=False)
 def sweep(
-    recipe: Annotated[str, Field(description="A recipe (a difference from params.yaml), or params.yaml itself.")] = "params.yaml",
-    search: Annotated[
-        Kind, Field(description="grid: every combination. random: draws. optuna: proposals, with pruning.")
-    ] = "grid",
-    axes: Annotated[list[str], Field(description="key=a,b,c or key=low..high[:log], one a line", min_length=1)] = _AXES,
-    trials: Annotated[int, Field(description="How many, for random and optuna.", ge=1, le=1000)] = 8,
-    overrides: Annotated[list[str], Field(description="Keys to set in every trial: key=value")] = _NONE,
-    objective: Annotated[str, Field(description="Metric of training whose last value ranks the trials.")] = OBJECTIVE,
-    workers: Annotated[int, Field(description="Trials at the same time; 0 decides by the machine.", ge=0)] = 0,
-    seed: Annotated[int, Field(description="Decides the draws of random and optuna.", ge=0)] = 0,
-    prune: Annotated[bool, Field(description="Whether optuna stops trials that are worse than the median.")] = True,
-    name: Annotated[str, Field(description="Name of the sweep; empty derives it, so that the same form goes on.")] = "",
+    recipe: RecipeName = PARAMS.name,
+    axes: Annotated[list[str], Field(min_length=1)] = ["train.optimizer.learning_rate=1e-4,2e-4,4e-4"],  # noqa: B006
+    search: Kind = "grid",
+    trials: Annotated[int, Field(ge=1, le=1000)] = 8,
+    overrides: list[str] = [],  # noqa: B006 (read only, and the form shows an empty list)
+    objective: str = OBJECTIVE,
+    workers: Annotated[int, Field(ge=0)] = 0,
+    seed: Annotated[int, Field(ge=0)] = 0,
+    prune: bool = True,
+    name: Name = "",
 ) -> Any:
-    """A sweep: trials of one campaign that differ in some keys; what is done already is not run again."""
-    spec = Spec(search, tuple(axes), trials if search != "grid" else 0, seed, objective, prune)
-    found, at_a_time = resolve_sweep(Asked(spec, Path(recipe), tuple(overrides), workers, name))
-    return run_trials(Runner(found, at_a_time, lambda text: print(text, flush=True)))
+    """Run trials of one campaign that differ in some keys. Started again, only what is missing is run.
+
+    Args:
+        recipe: What the trials differ from; params.yaml is the default campaign.
+        axes: One key=a,b,c or key=low..high[:log] each.
+        search: grid: every combination. random: draws. optuna: proposals from what earlier trials gave.
+        trials: How many, for random and optuna.
+        overrides: Keys to change in every trial, one key=value each.
+        objective: Metric of training whose last value ranks the trials.
+        workers: Trials at a time, each with its share of the cores; 0 decides by the machine.
+        seed: Decides the draws of random and optuna.
+        prune: Whether optuna stops trials that are below the median of the others.
+        name: Empty: by what is tried, so that the same form goes on with the same sweep.
+    """
+    os.chdir(REPOSITORY)
+    asked = asked_for(recipe, axes, search, trials, overrides, objective, workers, seed, prune, name)
+    try:
+        found, at_a_time = resolve_sweep(asked)
+    except TitheError as error:
+        return Failed(message=str(error))
+    runner = Runner(found, at_a_time, get_run_logger().info)
+    state = run_trials(runner)
+    return stopped(runner.stop.reason) if runner.stop else state
 
 
 def sweep_flow(runner: Runner) -> Flow[[str], Any]:

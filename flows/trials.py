@@ -274,10 +274,10 @@ class Runner:
         made: list[str] = []
         if not all(session.workspace.is_current(stage) for stage in shared):
             with turn(session, shared):
-                run_plainly(session, beat, result, shared)
+                run_plainly(session, beat, result, [stage.name for stage in shared])
                 if made:
                     session.commit()  # now, so that the others find it
-        rest = [stage for stage in session.stages if stage not in shared]
+        rest = [stage.name for stage in session.stages if stage not in shared]
         run_plainly(session, beat, result, rest)
 
     def _look(self, trial: Trial, session: Session) -> None:

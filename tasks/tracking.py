@@ -32,7 +32,7 @@ from typing import Any
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
-from tasks.workspace import REPOSITORY, Workspace, state_directory
+from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
 from trainer.errors import TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
@@ -64,9 +64,14 @@ class TrackingError(TitheError):
     """MLflow could not be reached or refused what it was sent; it is sent again later."""
 
 
+def own_store() -> str:
+    """Return the store that `tithe up` shows: the SQLite file of this repository, or a database by TITHE_DATABASE."""
+    return server_database("mlflow", "psycopg") or f"sqlite:///{state_directory() / 'mlflow.db'}"
+
+
 def tracking_uri() -> str:
-    """Return MLFLOW_TRACKING_URI, or the SQLite file of this repository."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{state_directory() / 'mlflow.db'}"
+    """Return MLFLOW_TRACKING_URI, or this repository's own store."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or own_store()
 
 
 def artifact_root() -> Path:
@@ -219,7 +224,7 @@ class Mirror:
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         with self._named(), wait_for(state_directory() / "mlflow.lock"):  # the first client makes or migrates the store
             self._client = MlflowClient(tracking_uri=uri)
-            if uri.startswith("sqlite:"):
+            if not uri.startswith("http"):
                 self._client.search_experiments(max_results=1)
 
     def _named(self) -> _Named:
@@ -231,7 +236,7 @@ class Mirror:
         if name not in self._experiments:
             found = self._client.get_experiment_by_name(name)
             if found is None:
-                ours = self.uri == f"sqlite:///{state_directory() / 'mlflow.db'}"
+                ours = self.uri == own_store()
                 location = (artifact_root() / name).as_uri() if ours else None
                 try:
                     self._experiments[name] = self._client.create_experiment(name, artifact_location=location)

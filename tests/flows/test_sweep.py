@@ -257,3 +257,19 @@ def test_mistakes_on_the_command_line_are_one_line_each(tiny: Any, tmp_path: Pat
     assert problem in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "never").exists()
+
+
+def test_the_form_of_a_deployment_asks_what_the_command_asks() -> None:
+    from flows.sweep import asked_for, sweep
+
+    form = sweep.parameters.model_dump()["properties"]
+    assert list(form)[:4] == ["recipe", "axes", "search", "trials"]
+    assert "params.yaml" in form["recipe"]["enum"]
+    assert form["search"]["enum"] == ["grid", "random", "optuna"]
+    assert all(field["description"] for field in form.values())
+    values = {name: field["default"] for name, field in form.items()}
+    asked = asked_for(**{**values, "axes": [" campaign.seed=0,1 ", ""]})
+    assert asked.spec == Spec("grid", ("campaign.seed=0,1",))
+    found, workers = resolve_sweep(asked)
+    assert [trial.name for trial in found.trials] == ["seed=0", "seed=1"]
+    assert workers >= 1
