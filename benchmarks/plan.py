@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -32,13 +31,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tasks.train
 from benchmarks.models import STEADY, forget_peak, memory, warm_up
+from tasks.plan import learn
 from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, validate
 from trainer.files import read_json, write_json, write_manifest
 from trainer.metrics import METRICS, read_lines
-from trainer.plan.hardware import load_hardware
+from trainer.plan.hardware import Efficiency, Hardware, load_hardware
 from trainer.plan.memory import TRAIN_STAGE
-from trainer.plan.plan import make_plan
+from trainer.plan.plan import Plan, make_plan
 from trainer.plan.request import plan_request
 from trainer.plan.skeleton import load_card
 from trainer.policy.load import DTYPES, save_model
@@ -206,52 +206,78 @@ def main() -> None:
     report(options.steps, options.only)
 
 
+def plan_of(case: Case, steps: int, hardware: Hardware, completion_tokens: float) -> Plan:
+    shape = MODELS[case.model]
+    tree = {"name": case.model, "model_type": "llama", **shape, "num_key_value_heads": shape["num_attention_heads"]}
+    card = load_card({**tree, "vocab_size": VOCABULARY, "tie_word_embeddings": False})
+    return make_plan(plan_request(config_of(case, steps), hardware, card, {"completion_tokens": completion_tokens}))
+
+
+def seconds_of(plan: Plan) -> float:
+    schedule = plan.schedule
+    return schedule.sample_seconds + schedule.score_seconds + schedule.train_seconds + schedule.fixed_seconds
+
+
 def report(steps: int, only: str) -> None:
     """Run all cases and print predicted beside measured."""
     hardware = load_hardware("local")
+    cases = [case for case in CASES if only in case.name]
+    taken = {}
+    for case in cases:
+        taken[case] = run_case(case, steps)
+        print(
+            f"{case.name}: {taken[case]['peak_bytes'] / 1e6:,.0f} MB, {taken[case]['seconds']['time/step_seconds']:.2f} s a step",
+            flush=True,
+        )
+    calibrated = hardware
+    if CALIBRATED_ON in taken:
+        seen = {key.removeprefix("time/"): value for key, value in taken[CALIBRATED_ON]["seconds"].items()}
+        plain = plan_of(CALIBRATED_ON, steps, hardware, taken[CALIBRATED_ON]["completion_tokens"])
+        calibrated = hardware.model_copy(update={"efficiency": Efficiency(**learn(plain.request, seen))})
     rows = []
-    for case in (case for case in CASES if only in case.name):
-        measured = run_case(case, steps)
-        shape = {
-            "name": case.model,
-            "model_type": "llama",
-            **MODELS[case.model],
-            "num_key_value_heads": MODELS[case.model]["num_attention_heads"],
-        }
-        card = load_card({**shape, "vocab_size": VOCABULARY, "tie_word_embeddings": False})
-        request = plan_request(config_of(case, steps), hardware, card, {"completion_tokens": measured["completion_tokens"]})
-        plan = make_plan(request)
-        fixed = plan.memory.find("device", "worker process")
+    for case, measured in taken.items():
+        plan = plan_of(case, steps, calibrated, measured["completion_tokens"])
         peak, phase = plan.memory.peak("device", TRAIN_STAGE)
         rows.append(
             {
                 "case": case.name,
-                "predicted_bytes": peak - fixed,
                 "phase": phase,
+                "predicted_bytes": peak - plan.memory.find("device", "worker process"),
                 "measured_bytes": measured["peak_bytes"],
-                "base_bytes": measured["base_bytes"],
-                "seconds": measured["seconds"],
-                "predicted_seconds": {
-                    "sample": plan.schedule.sample_seconds,
-                    "learn": plan.schedule.train_seconds + plan.schedule.score_seconds,
+                "predicted_seconds": seconds_of(plan),
+                "measured_seconds": measured["seconds"]["time/step_seconds"],
+                "calibrated_on": case == CALIBRATED_ON,
+                "phases": {
+                    "sample": (plan.schedule.sample_seconds, measured["seconds"]["time/sample_seconds"]),
+                    "learn": (
+                        plan.schedule.train_seconds + plan.schedule.score_seconds,
+                        measured["seconds"]["time/learn_seconds"],
+                    ),
                 },
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
+    show(rows)
+    write_json(RESULTS / "plan.json", {"hardware": hardware.model_dump(mode="json"), "rows": rows})
+
+
+def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="tithe plan: predicted beside measured")
-    for column in ("case", "predicted", "measured", "error", "phase"):
-        table.add_column(column)
+    for column in ("case", "peak planned", "peak measured", "error", "phase", "step planned", "step measured", "error"):
+        table.add_column(column, justify="left" if column in ("case", "phase") else "right")
     for row in rows:
-        error = row["predicted_bytes"] / row["measured_bytes"] - 1
-        table.add_row(
-            row["case"],
-            f"{row['predicted_bytes'] / 1e6:,.0f} MB",
-            f"{row['measured_bytes'] / 1e6:,.0f} MB",
-            f"{error:+.1%}",
-            row["phase"],
-        )
+        memory_error = row["predicted_bytes"] / row["measured_bytes"] - 1
+        time_error = row["predicted_seconds"] / row["measured_seconds"] - 1
+        said = "calibrated on" if row["calibrated_on"] else f"{time_error:+.0%}"
+        sizes = (f"{row[key] / 1e6:,.0f} MB" for key in ("predicted_bytes", "measured_bytes"))
+        times = (f"{row[key]:.2f} s" for key in ("predicted_seconds", "measured_seconds"))
+        table.add_row(row["case"], *sizes, f"{memory_error:+.1%}", row["phase"], *times, said)
     Console().print(table)
-    write_json(RESULTS / "plan.json", rows)
+    worst = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
+    others = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows if not row["calibrated_on"]]
+    print(
+        f"memory: within {worst:.1%} in {len(rows)} cases; step time after calibration: median error "
+        f"{statistics.median(others or [0]):.0%}"
+    )
 
 
 if __name__ == "__main__":

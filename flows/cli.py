@@ -76,6 +76,7 @@ def run(
     run_directory: RunDirectory = None,
     root: Root = None,
     force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
+    force_plan: Annotated[bool, typer.Option("--force", help="Start it although the plan says that it does not fit.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
     no_tracking: NoTracking = False,
     fork: Fork = None,
@@ -94,7 +95,7 @@ def run(
     from flows.start import run_campaign
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork, force_plan)
 
 
 @app.command()

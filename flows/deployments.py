@@ -197,7 +197,6 @@ def stopped(reason: str) -> State[Any]:
         state = client.read_flow_run(flow_run).state
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
             return Cancelled(message=reason)
-        set_state(
-            str(client.api_url).rstrip("/"), flow_run, again("the worker stopped; the next one goes on from the last checkpoint")
-        )
+        because = "the worker stopped; the next one goes on from the last checkpoint"
+        set_state(str(client.api_url).rstrip("/"), str(flow_run), again(because))
     raise Abort(reason)

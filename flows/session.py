@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from flows import gate
 from flows.child import Child, Launcher, Lease, Limits, end, watch
 from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
@@ -310,6 +311,7 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
+    force_plan: bool = False,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -318,17 +320,21 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
+        force_plan: start it although the plan says that it does not fit.
 
     Raises:
-        BusyError: another campaign runs in the workspace.
+        BusyError: another campaign runs in the workspace. ResourceError: it does not fit this machine.
     """
     limit_threads(workspace.config)
     os.environ.pop(PARENT_TRACKS, None)
     fix = "wait for it, stop it, or give this one a workspace of its own: -S campaign.name=<another>"
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
-        prepare_workspace(workspace)
         launcher = Launcher(workspace.config, fork)
+        if not is_done(workspace):
+            launcher.warm()
+            gate.before(workspace, say, force_plan, launcher)
+        prepare_workspace(workspace)
         session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
@@ -341,6 +347,8 @@ def open_session(
             with signals_ask(session.stop):
                 yield session
             status = "FINISHED"
+            if session._begun:
+                gate.after(workspace, say)
         except (StopRequested, KeyboardInterrupt) as stop:
             status, problem = "KILLED", str(stop)
             raise

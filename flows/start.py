@@ -33,7 +33,13 @@ DRAIN_SECONDS = 10.0
 
 
 def run_campaign(
-    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, fork: bool | None = None
+    workspace: Workspace,
+    force: Sequence[str],
+    plain: bool,
+    tracking: bool,
+    leave: Leave,
+    fork: bool | None = None,
+    force_plan: bool = False,
 ) -> None:
     """Run a campaign and show what came out.
 
@@ -46,7 +52,7 @@ def run_campaign(
         console.say(f"campaign {workspace.run_id} in {workspace.root}")
         tell_from_where(workspace, console)
         try:
-            with open_session(workspace, console.say, force, tracking, fork) as session:
+            with open_session(workspace, console.say, force, tracking, fork, force_plan) as session:
                 try:
                     if plain or not orchestrated(session, console, leave):
                         run_plainly(session, console.beat, console.result)

@@ -21,10 +21,17 @@ from tasks.anchors import origin_of
 from tasks.command import main
 from tasks.registry import StagePaths
 from trainer.anchors.guard import AnchorGuard
-from trainer.anchors.recall import AdapterRecall, BaseRecall
+from trainer.anchors.recall import AdapterRecall, BaseRecall, Recall
 from trainer.anchors.store import open_anchors
 from trainer.config import CampaignConfig
-from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights, recalled_base
+from trainer.engine.build import (
+    boundary_device,
+    build_stateless,
+    place_reference,
+    place_weights,
+    recalled_base,
+    recalled_int8,
+)
 from trainer.engine.port import Engine
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
@@ -132,17 +139,28 @@ def build_guard(
         return None
     policy, writer, base = learner.policy, RunWriter(paths.run), paths.inputs["base"]
 
-    def load() -> AbstractContextManager[PreTrainedModel]:
-        return recalled_base(base, config.base.dtype, config.machine.device, config.train, paths.run)
+    def load(recalled: Callable[..., AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: recalled(base, config.base.dtype, config.machine.device, config.train, paths.run)
 
     def beat(done: int, total: int) -> None:
         writer.heartbeat("making anchors anew", done, total)
 
-    recall = BaseRecall(load) if policy.adapter is None else AdapterRecall(policy.model)
+    recall = BaseRecall(load(recalled_base)) if policy.adapter is None else AdapterRecall(policy.model)
+    by: dict[str, Recall] = {"resident": BaseRecall(load(recalled_base)), "int8_streamed": BaseRecall(load(recalled_int8))}
     made_by = origin_of(read_manifest(base) or {})
     place = (paths.run / "anchors", writer.event, beat)
     return AnchorGuard(
-        config.anchors, config.train, config.campaign.seed, learner, sampler, prompts, eos, made_by, recall, *place
+        config.anchors,
+        config.train,
+        config.campaign.seed,
+        learner,
+        sampler,
+        prompts,
+        eos,
+        made_by,
+        recall,
+        *place,
+        scored_by=by.get(config.anchors.reference),
     )
 
 

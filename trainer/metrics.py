@@ -22,6 +22,14 @@ from trainer.files import disk_full_is_named, write_text
 METRICS, EVENTS, HEARTBEAT, RESULT = "metrics.jsonl", "events.jsonl", "heartbeat", "result.json"
 
 
+def read_heartbeat(directory: Path) -> dict[str, Any] | None:
+    """Return the last sign of life in a run directory, if there is one."""
+    try:
+        return dict(json.loads((directory / HEARTBEAT).read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a JSONL file; a last line cut off by a crash is left out."""
     if not path.exists():

@@ -223,6 +223,11 @@ class Anchors(Section):
     """Log-probs kept at every token, beside the tail's mass. Capped at the vocabulary's size."""
     max_completion_tokens: Count | None = None
     """Length cap of anchored completions; None takes train.sampling's."""
+    reference: Literal["auto", "resident", "adapter_off", "int8_streamed", "vllm"] = "auto"
+    """Whose log-probs anchors hold: always the base's, by different means. `resident`: the base, loaded (tiered where
+    train.memory says so) and dropped again. `adapter_off`: the policy's own backbone, with method lora. `int8_streamed`: with
+    8-bit weights, layer by layer. `vllm`: the stage's anchors are drawn and scored by the servers of train.sampler.vllm, or by
+    one that is started for it; refreshes as with `auto`. `auto`: adapter_off with lora, else resident."""
     source: Literal["reference", "policy"] = "reference"
     """Who scores the current policy's completions at a refresh: the fixed `reference`, called back for it, or the `policy`
     itself, which is then what the KL term holds on to; audits still measure its total drift from the reference."""
@@ -1000,6 +1005,7 @@ class CampaignConfig(Section):
                 refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
         if self.train.memory.split and self.base.dtype == "float32":
             refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
+        self._check_anchors()
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
         kl = self.train.algorithm.kl
@@ -1012,6 +1018,17 @@ class CampaignConfig(Section):
             )
         self._check_reward()
         return self
+
+    def _check_anchors(self) -> None:
+        temperature = self.train.sampling.temperature
+        if self.anchors.reference == "adapter_off" and self.train.method == "full":
+            refuse("anchors.reference", "adapter_off", "every weight trains, so nothing can be switched off; set resident")
+        if self.anchors.reference == "vllm" and temperature != 1:
+            refuse(
+                "anchors.reference",
+                "vllm",
+                f"vLLM scores prompts at temperature 1, train.sampling.temperature is {temperature:g}; set that 1, or resident",
+            )
 
     def _check_reward(self) -> None:
         for index, judge in enumerate(self.reward.judges):

@@ -81,6 +81,16 @@ def load_card(source: str | Path | Mapping[str, Any]) -> ModelCard:
     )
 
 
+def is_quick(source: str | Path | Mapping[str, Any]) -> bool:
+    """Whether the card of a model is arithmetic or kept in this package, so that neither torch nor transformers is needed."""
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        source = library().get(str(source), {}) if not file.is_file() else _read_json(file)
+    tree = {key: value for key, value in source.items() if key != "name"}
+    return "parameters" in tree or bool(card_by_arithmetic(tree, "") or _shipped(json.dumps(tree, sort_keys=True), ""))
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -458,16 +468,19 @@ def _experts_per_token(config: Any, num_experts: int) -> int:
 # -- adapters on experts ------------------------------------------------------------
 
 
+def on_stacked_experts(card: ModelCard, targets: tuple[str, ...]) -> bool:
+    """Whether an adapter's targets may be experts, whose stacked tensors only peft itself can count."""
+    inside = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj")
+    return card.is_moe and bool(card.source) and any(t.rpartition(".")[2] in inside for t in targets)
+
+
 def lora_parameters(card: ModelCard, rank: int, targets: tuple[str, ...]) -> int:
     """Return the exact parameters of a LoRA adapter, by formula, or by peft itself where experts' stacked tensors are meant.
 
     Raises:
         ConfigError: no layer of the model has a targeted name.
     """
-    stacked = card.is_moe and any(
-        t.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj") for t in targets
-    )
-    if stacked and card.source:
+    if on_stacked_experts(card, targets):
         return _peft_parameters(json.dumps(dict(card.source), sort_keys=True, default=str), rank, targets)
     count = card.lora_parameters(rank, targets)
     if not count:
