@@ -239,7 +239,8 @@ class Mirror:
                 ours = self.uri == own_store()
                 location = (artifact_root() / name).as_uri() if ours else None
                 try:
-                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location)
+                    kind = {"mlflow.experimentKind": "custom_model_development"}  # which pages MLflow shows first
+                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location, tags=kind)
                 except self._failures:  # somebody else made it in between, or it cannot be made
                     found = self._client.get_experiment_by_name(name)
                     if found is None:
