@@ -6,9 +6,9 @@
     .../mlflow.json                                <- which MLflow run, and how far it was sent
 
 The files are the truth and MLflow a copy that may lag: `sync` sends what is missing, whenever it is called, so an outage
-costs nothing. A `Shipper` runs beside the work, calls it every two seconds and once more at the end, and what an unreachable
-server missed goes out with the next run of the same workspace. Steps once sent are not sent again: a resumed stage cuts its
-file back to the checkpoint and writes the same values anew.
+costs nothing. A `Shipper` runs beside the work, calls it every three seconds from the first metric on (or after a minute) and
+once more at the end, and what an unreachable server missed goes out with the next run of the same workspace. Steps once sent
+are not sent again: a resumed stage cuts its file back to the checkpoint and writes the same values anew.
 
 The flow ships for its stages and tells them so in TITHE_PARENT_TRACKS; a stage by hand or under `dvc repro` ships itself.
 """
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from trainer.config import as_tree
 from trainer.errors import TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
 from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.processes import importing
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
@@ -55,8 +57,9 @@ TRIAL_CURVES = frozenset(
         "throughput/samples_per_second",
     }
 )  # what is compared between trials lies on the trial's own run, so that MLflow's comparison shows it
-_INTERVAL_SECONDS, _PAUSES_SECONDS = 2.0, (5.0, 15.0, 30.0, 60.0)
-_CLOSE_SECONDS = 60.0
+_INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
+_PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
+CLOSE_SECONDS = 60.0
 _SURVIVOR_SECONDS = 90.0
 
 
@@ -209,12 +212,13 @@ class Mirror:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
-        import mlflow  # noqa: F401
-        from mlflow.entities import Metric, Param, RunTag
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-        from requests.exceptions import RequestException
-        from sqlalchemy.exc import SQLAlchemyError
+        with importing():
+            import mlflow  # noqa: F401
+            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+            from requests.exceptions import RequestException
+            from sqlalchemy.exc import SQLAlchemyError
 
         self.uri = uri
         self._failures = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -222,7 +226,8 @@ class Mirror:
         self._experiments: dict[str, str] = {}
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with self._named(), wait_for(state_directory() / "mlflow.lock"):  # the first client makes or migrates the store
+        # The first client makes or migrates the store.
+        with self._named(), wait_for(state_directory() / "mlflow.lock"), importing():
             self._client = MlflowClient(tracking_uri=uri)
             if not uri.startswith("http"):
                 self._client.search_experiments(max_results=1)
@@ -458,7 +463,14 @@ class Shipper:
             start_new_session=True,
         )
 
-    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
+    def hurry(self) -> None:
+        """Have what there is sent now, so that little is left for `close`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until everything was sent, or cannot be now; return whether it was. A slow one is left to finish by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -475,14 +487,18 @@ def say(text: str) -> None:
 
 def follow(root: Path, run: Path) -> int:
     """Sync a run until standard input ends, then once more; at last send what earlier runs of the workspace still owe."""
-    os.nice(5)
+    yield_to_work()
     mirror: Mirror | None = None
-    failures, due, ended = 0, 0.0, False
+    failures, due = 0, 0.0
+    patience = time.monotonic() + _PATIENCE_SECONDS
+    word: bytes | None = None  # from the owner: a line means now, the end of the stream means that it is over
+    while word is None and time.monotonic() < patience and not any(run.glob(f"*/{METRICS}")):
+        word = listen(0.5)
     while True:
-        ended = ended or bool(select.select([sys.stdin], [], [], max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))[0])
+        ended = word == b""
         if ended:
             wait_for_survivors(run)
-        if ended or time.monotonic() >= due:
+        if word is not None or time.monotonic() >= due:
             try:
                 mirror = mirror or Mirror(tracking_uri())
                 mirror.sync(run)
@@ -494,8 +510,21 @@ def follow(root: Path, run: Path) -> int:
                     say(f"{error}. The campaign goes on; its metrics stay in {run} and are sent as soon as MLflow answers")
                 due = time.monotonic() + _PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)]
                 failures += 1
-            if ended:
-                return 1 if failures else catch_up(mirror, root, run)
+        if ended:
+            return 1 if failures else catch_up(mirror, root, run)
+        word = listen(max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))
+
+
+def listen(timeout_seconds: float) -> bytes | None:
+    """Return what comes on standard input, nothing at its end, None when the time is over."""
+    return os.read(0, 4096) if select.select([0], [], [], timeout_seconds)[0] else None
+
+
+def yield_to_work() -> None:
+    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
+    os.nice(10)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("10", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:
