@@ -237,7 +237,9 @@ def _near(path: Path) -> str:
 
 
 def show_status(workspace: Workspace) -> None:
-    """Print of each stage whether it is current, and what runs."""
+    """Print of each stage whether it is current, and what runs; and what was planned beside what was measured so far."""
+    from tasks.plan import beside
+
     console = Console()
     rows = []
     for stage in workspace.stages:
@@ -245,6 +247,9 @@ def show_status(workspace: Workspace) -> None:
         state = "missing" if manifest is None else "current" if workspace.is_current(stage) else "stale"
         rows.append({"stage": stage.name, "artifact": state, "now": doing(workspace, stage.name)})
     console.table(rows, f"{workspace.run_id} in {workspace.root}")
+    compared = [dict(zip(("", "planned", "measured", "off by"), row, strict=True)) for row in beside(workspace.run)]
+    if compared:
+        console.table(compared, "planned beside measured")
 
 
 def doing(workspace: Workspace, stage: str) -> str:
