@@ -154,11 +154,19 @@ class Server:
             meanwhile()
             time.sleep(0.1)
 
-    def stop(self, timeout_seconds: float = _STOP_SECONDS) -> None:
-        """Ask it to stop, then kill what is left of its group."""
+    def stop(self, timeout_seconds: float = _STOP_SECONDS, busy: Callable[[], bool] = lambda: False) -> None:
+        """Ask it to stop, then kill what is left of its group.
+
+        Args:
+            timeout_seconds: how long it may take.
+            busy: whether something that it had started is still at work and may take as long.
+        """
+        deadline = time.monotonic() + timeout_seconds
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self._process.pid, signal.SIGTERM)
             self._process.wait(timeout_seconds)
+        while busy() and time.monotonic() < deadline:
+            time.sleep(0.1)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

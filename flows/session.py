@@ -340,6 +340,7 @@ def open_session(
     tracking: bool = True,
     fork: bool | None = None,
     force_plan: bool = False,
+    launcher: Launcher | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -349,6 +350,7 @@ def open_session(
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
         force_plan: start it although the plan says that it does not fit.
+        launcher: one that several sessions share; None makes one.
 
     Raises:
         BusyError: another campaign runs in the workspace. ResourceError: it does not fit this machine.
@@ -358,7 +360,7 @@ def open_session(
     fix = "wait for it, stop it, or give this one a workspace of its own: -S campaign.name=<another>"
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
-        launcher = Launcher(workspace.config, fork)
+        launcher = launcher or Launcher(workspace.config, fork)
         if not is_done(workspace):
             launcher.warm()
             gate.before(workspace, say, force_plan, launcher)

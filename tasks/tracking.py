@@ -2,6 +2,7 @@
 
     runs/<id>/record.json, config.json             -> the campaign's run (parent)
     runs/<id>/<stage>/record.json, metrics.jsonl   -> one run per stage (child): parameters, metrics, tags, small files, status
+    campaigns/<sweep>/record.json                  -> a sweep's run; its trials, campaigns too, are its children
     .../mlflow.json                                <- which MLflow run, and how far it was sent
 
 The files are the truth and MLflow a copy that may lag: `sync` sends what is missing, whenever it is called, so an outage
@@ -31,6 +32,7 @@ from typing import Any
 
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
+from tasks.sweep import read_trial
 from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
 from trainer.errors import TitheError
@@ -43,6 +45,18 @@ PARENT_TRACKS = "TITHE_PARENT_TRACKS"
 LOG = "stage.log"
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
 MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
+TRIAL_CURVES = frozenset(
+    {
+        "reward/mean",
+        "heldout/accuracy",
+        "heldout/reward_mean",
+        "kl/mean",
+        "entropy",
+        "grad/norm",
+        "completion/length_mean",
+        "throughput/samples_per_second",
+    }
+)  # what is compared between trials lies on the trial's own run, so that MLflow's comparison shows it
 _INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
 _PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
 CLOSE_SECONDS = 60.0
@@ -98,9 +112,18 @@ def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
         return [], Cursor(start, cursor.tail if start else "", cursor.tail_bytes if start else 0, cursor.last_step, skip)
     raw = whole.split(b"\n")
     tail = raw[-1] + b"\n"
-    lines = [line for line in map(json.loads, filter(None, raw)) if line["step"] > skip]
+    lines = [line for line in map(_metric_line, raw) if line is not None and line["step"] > skip]
     last = max([cursor.last_step, *(line["step"] for line in lines)])
     return lines, Cursor(start + len(whole) + 1, _digest(tail), len(tail), last, skip)
+
+
+def _metric_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line of metrics.jsonl, or None for one that a crash or a hand has torn: it must not hold up the others."""
+    try:
+        line = json.loads(raw)
+        return {"step": int(line["step"]), "time": float(line["time"]), "metrics": dict(line["metrics"])}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _digest(data: bytes) -> str:
@@ -120,12 +143,13 @@ class Sidecar:
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
     cursor: Cursor = field(default_factory=Cursor)
+    curve: Cursor = field(default_factory=Cursor)  # of a trial: how far its train stage's curves were sent to its own run
 
     @classmethod
     def read(cls, directory: Path) -> Sidecar:
         try:
             tree = read_json(directory / SIDECAR)
-            return cls(**{**tree, "cursor": Cursor(**tree["cursor"])})
+            return cls(**{**tree, **{name: Cursor(**tree.get(name, {})) for name in ("cursor", "curve")}})
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return cls()
 
@@ -137,9 +161,9 @@ def digest_of(record: Record, extra: Any = None) -> str:
     return sha256_text(canonical_json([asdict(record), extra]))
 
 
-def is_behind(run: Path) -> bool:
-    """Whether MLflow lacks something of a campaign's run directory. Needs no MLflow."""
-    for directory in directories(run):
+def is_behind(place: Path) -> bool:
+    """Whether MLflow lacks something of a campaign's run directory, or of a sweep. Needs no MLflow."""
+    for directory in [path for run in runs_of(place) for path in directories(run)]:
         record, sidecar = read_record(directory), Sidecar.read(directory)
         if record is None:
             continue
@@ -148,6 +172,11 @@ def is_behind(run: Path) -> bool:
         if read_new(directory / METRICS, sidecar.cursor)[0]:
             return True
     return False
+
+
+def runs_of(place: Path) -> list[Path]:
+    """The run directories of a sweep's trials after the sweep itself; a campaign's run directory is its own."""
+    return [place, *sorted(path.parent for path in place.glob("[0-9]*/runs/*/record.json"))]
 
 
 def directories(run: Path) -> list[Path]:
@@ -215,7 +244,8 @@ class Mirror:
                 ours = self.uri == own_store()
                 location = (artifact_root() / name).as_uri() if ours else None
                 try:
-                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location)
+                    kind = {"mlflow.experimentKind": "custom_model_development"}  # which pages MLflow shows first
+                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location, tags=kind)
                 except self._failures:  # somebody else made it in between, or it cannot be made
                     found = self._client.get_experiment_by_name(name)
                     if found is None:
@@ -224,8 +254,12 @@ class Mirror:
                 self._experiments[name] = found.experiment_id
         return self._experiments[name]
 
-    def sync(self, run: Path) -> None:
-        """Make MLflow agree with a campaign's run directory."""
+    def sync(self, place: Path) -> None:
+        """Make MLflow agree with a campaign's run directory, or with a sweep's."""
+        for run in runs_of(place):
+            self._sync(run)
+
+    def _sync(self, run: Path) -> None:
         with its_turn(run), self._named():
             campaign = truth(run)
             if campaign is None:
@@ -233,9 +267,18 @@ class Mirror:
             stages = {path: record for path in directories(run)[1:] if (record := truth(path)) is not None}
             final = {f"final/{record.name}/{key}": value for record in stages.values() for key, value in record.final.items()}
             uploads = [record for record in stages.values() if record.artifact and record.artifact["upload"] == "campaign"]
-            parent = self._mirror(run, campaign, None, final, uploads)
+            parent = self._mirror(run, campaign, self._parent(run, campaign), {**final, **campaign.final}, uploads)
             for path, record in stages.items():
                 self._mirror(path, record, parent, {f"final/{k}": v for k, v in record.final.items()}, [record])
+
+    def _parent(self, run: Path, trial: Record) -> str | None:
+        """Return the MLflow run of the sweep that a trial belongs to."""
+        place = (run / trial.parent).resolve()
+        record = truth(place) if trial.parent else None
+        if record is None:
+            return None
+        with wait_for(place / ".mlflow.lock"):
+            return self._mirror(place, record, None, record.final, [])
 
     def _mirror(self, directory: Path, record: Record, parent: str | None, final: dict[str, float], files: list[Record]) -> str:
         sidecar = Sidecar.read(directory)
@@ -247,7 +290,9 @@ class Mirror:
         if not sidecar.params_sent:
             self._params(sidecar.run_id, record)
             sidecar.params_sent = True
-        self._ship(directory / METRICS, sidecar)
+        sidecar.cursor = self._ship(directory / METRICS, sidecar.run_id, sidecar.cursor)
+        if record.parent:
+            sidecar.curve = self._ship(directory / "train" / METRICS, sidecar.run_id, sidecar.curve, TRIAL_CURVES)
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)
@@ -287,17 +332,18 @@ class Mirror:
         for start in range(0, len(entries), MAX_PARAMS):
             self._client.log_batch(run_id, params=entries[start : start + MAX_PARAMS])
 
-    def _ship(self, path: Path, sidecar: Sidecar) -> None:
-        """Send the new metric lines, the cursor moving with each batch that arrived."""
-        lines, cursor = read_new(path, sidecar.cursor)
+    def _ship(self, path: Path, run_id: str, before: Cursor, only: frozenset[str] | None = None) -> Cursor:
+        """Send the new metric lines, all of them or some names, and return the cursor behind them."""
+        lines, cursor = read_new(path, before)
         entries = [
             self._metric(clean_key(key), float(value), int(line["time"] * 1000), line["step"])
             for line in lines
             for key, value in line["metrics"].items()
+            if only is None or key in only
         ]
         for start in range(0, len(entries), MAX_METRICS):  # sent twice it would be the same rows
-            self._client.log_batch(sidecar.run_id, metrics=entries[start : start + MAX_METRICS])
-        sidecar.cursor = cursor
+            self._client.log_batch(run_id, metrics=entries[start : start + MAX_METRICS])
+        return cursor
 
     def _finals(self, run_id: str, record: Record, final: dict[str, float]) -> None:
         moment = int((record.ended or record.started) * 1000)
@@ -408,8 +454,13 @@ def begin_campaign(workspace: Workspace) -> Record:
     workspace.claim_run()
     config = workspace.config
     names = {"campaign": config.campaign.name, "run": workspace.run_id, "workspace": str(workspace.root)}
-    tags = {**names, **git_tags(REPOSITORY)}
-    return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
+    tags, params, name, parent = {**names, **git_tags(REPOSITORY)}, flatten(as_tree(config)), workspace.run_id, ""
+    trial = read_trial(workspace.root)
+    if trial is not None:
+        name, parent = trial["name"], os.path.relpath(workspace.root.parent, workspace.run)
+        tags |= {"sweep": trial["sweep"], "trial": str(trial["number"])}
+        params |= {f"sweep.{key}": value for key, value in trial["values"].items()}
+    return begin(workspace.run, "campaign", name, config, config_hash(config), params, tags, parent)
 
 
 # --- the shipper, a process beside the work --------------------------------------------------------------------------
@@ -514,7 +565,7 @@ def wait_for_survivors(run: Path) -> None:
     """After an owner's sudden death its stage still writes a checkpoint; wait for that, within reason."""
     deadline = time.monotonic() + _SURVIVOR_SECONDS
     while time.monotonic() < deadline:
-        records = [read_record(path) for path in directories(run)[1:]]
+        records = [read_record(path) for one in runs_of(run) for path in directories(one)[1:]]
         if not any(r and r.status == "RUNNING" and Owner.from_json(r.owner).is_alive for r in records):
             return
         time.sleep(0.5)

@@ -47,6 +47,7 @@ from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
+from trainer.schedule.colocated import ColocatedSchedule
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
@@ -221,7 +222,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
     place = Run(paths.run, paths.identity)
-    if config.train.schedule == "async" and (paths.run / RESULT).exists():
+    if config.train.schedule != "sync" and (paths.run / RESULT).exists():
         forget_experience(config, place)
     begin_anew_after_success(place)
     verifier = build_verifier(config.reward)  # first: its workers start while the model loads
@@ -252,6 +253,8 @@ def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, pl
             if train.schedule == "async":
                 places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
                 AsyncSchedule(config, crew, place, wish, places, look_first).run()
+            elif train.schedule == "colocated":
+                ColocatedSchedule(config, crew, place, wish, look_first).run()
             else:
                 SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
     finally:
