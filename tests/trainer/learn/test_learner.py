@@ -107,7 +107,7 @@ def test_every_setting_reaches_the_loss_as_it_is_written_out_by_hand(
     make_learner: Make, make_model: Any, sample_groups: Groups, algorithm: dict[str, Any]
 ) -> None:
     """NUMERICS 1, 2, 4, 6, 9 together, on samples of another policy, after the policy has moved away from its reference."""
-    learner = make_learner({"algorithm": algorithm})
+    learner = make_learner({"algorithm": algorithm, "batch": {"micro_batch_tokens": 60}})
     base, model = make_model(), learner.policy.model
     torch.manual_seed(5)
     with torch.no_grad():
