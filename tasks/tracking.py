@@ -30,12 +30,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
 from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
-from trainer.errors import TitheError
+from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
 from trainer.metrics import EVENTS, METRICS, RESULT
 from trainer.processes import importing
@@ -45,18 +46,7 @@ PARENT_TRACKS = "TITHE_PARENT_TRACKS"
 LOG = "stage.log"
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
 MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
-TRIAL_CURVES = frozenset(
-    {
-        "reward/mean",
-        "heldout/accuracy",
-        "heldout/reward_mean",
-        "kl/mean",
-        "entropy",
-        "grad/norm",
-        "completion/length_mean",
-        "throughput/samples_per_second",
-    }
-)  # what is compared between trials lies on the trial's own run, so that MLflow's comparison shows it
+TRIAL_CURVES = frozenset(CHARTS)  # they lie on a trial's own run too, so that MLflow's comparison of trials shows them
 _INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
 _PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
 CLOSE_SECONDS = 60.0
@@ -365,6 +355,71 @@ class Mirror:
             assert record.ended is not None
             self._client.set_terminated(run_id, status=record.status, end_time=int(record.ended * 1000))
 
+    def register(
+        self, run: Path, name: str, place: Path, tags: dict[str, str], story: str, scores: dict[str, float], champion: bool
+    ) -> tuple[int, bool]:
+        """Make an artifact a version of a registered model, unless the same content is one already.
+
+        Args:
+            run: run directory of the campaign, which was sent before.
+            place: the artifact; its bytes stay there.
+            story: where it comes from, for people.
+            scores: of the evaluation, bound to the version's model.
+            champion: whether the alias `champion` moves to it.
+
+        Returns:
+            The version's number, and whether it was there.
+        """
+        import mlflow
+        from mlflow.entities import Metric
+
+        sidecar = Sidecar.read(run)
+        with self._named(), wait_for(state_directory() / "registry.lock"):
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.set_registry_uri(self.uri)
+            if not self._client.search_registered_models(f"name = '{name}'"):
+                self._client.create_registered_model(name, description="Promoted by `tithe promote`; the bytes are DVC's.")
+            known = self._client.search_model_versions(f"name = '{name}'")
+            same = [version for version in known if version.tags.get("content_sha256") == tags["content_sha256"]]
+            if same:
+                number = int(same[0].version)
+            else:
+                model = mlflow.create_external_model(
+                    name=clean_key(f"{name}-{place.name}"),
+                    source_run_id=sidecar.run_id,
+                    experiment_id=sidecar.experiment_id,
+                    tags=tags,
+                    model_type="merged" if place.name == "merged" else "adapter",
+                )
+                moment = int(time.time() * 1000)
+                metrics = [Metric(clean_key(key), value, moment, 0, model.model_id) for key, value in scores.items()]
+                self._client.log_batch(sidecar.run_id, metrics=metrics)
+                version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
+                number = int(version.version)
+                self._client.update_model_version(name, str(number), description=story)
+            if champion:
+                self._client.set_registered_model_alias(name, "champion", str(number))
+        return number, bool(same)
+
+    def row(self, run: Path) -> Row:
+        """Return what MLflow holds of one run."""
+        sidecar, stage = Sidecar.read(run), Sidecar.read(run / "train")
+        if not sidecar.run_id or sidecar.uri != self.uri:
+            raise DataError(str(run), f"MLflow at {self.uri} has nothing of it; `tithe sync` sends it")
+        with self._named():
+            found = self._client.get_run(sidecar.run_id)
+            curved = sidecar.run_id if found.data.tags.get("trial") else stage.run_id
+            names = self._client.get_run(curved).data.metrics if curved else {}
+            curves = {
+                name: [(float(point.step), point.value) for point in self._client.get_metric_history(curved, name)]
+                for name in TRIAL_CURVES & set(names)
+            }
+        final = {key.removeprefix("final/"): value for key, value in found.data.metrics.items() if key.startswith("final/")}
+        params = {key: value for key, value in found.data.params.items() if not key.startswith("sweep.")}
+        ended = self._client.get_run(stage.run_id).info if stage.run_id else None
+        seconds = (ended.end_time - ended.start_time) / 1000 if ended and ended.end_time else None
+        return Row(found.info.run_name, found.info.status.lower(), params, curves, final, seconds)
+
     def _upload(self, directory: Path, run_id: str, record: Record, files: list[Record]) -> None:
         for name in ("config.json", EVENTS, RESULT, LOG):
             path = directory / name
@@ -424,6 +479,16 @@ def small_files(folder: Path) -> Iterator[Path]:
         if size <= MAX_FILE_BYTES and total + size <= MAX_ARTIFACT_BYTES:
             total += size
             yield path
+
+
+def read_rows(runs: list[Path]) -> list[Row]:
+    """Return what MLflow holds of some runs, for comparison: a trial's curves are its own, a campaign's those of its train stage.
+
+    Raises:
+        TrackingError: MLflow cannot be reached. DataError: a run was never sent to it.
+    """
+    mirror = Mirror(tracking_uri())
+    return [mirror.row(run) for run in runs]
 
 
 # --- a session: what a stage by hand, or under `dvc repro`, does for itself ----------------------------------------------
