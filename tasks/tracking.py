@@ -23,7 +23,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tasks.workspace import REPOSITORY, Workspace, server_database, state_direct
 from trainer.config import as_tree
 from trainer.errors import TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
-from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
@@ -116,6 +116,7 @@ class Sidecar:
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
 
     @classmethod
@@ -142,9 +143,17 @@ def is_behind(run: Path) -> bool:
             continue
         if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
             return True
-        if read_new(directory / METRICS, sidecar.cursor)[0]:
+        if read_new(directory / METRICS, sidecar.cursor)[0] or (alarm_tags([directory]) != sidecar.alarms and directory != run):
             return True
     return False
+
+
+def alarm_tags(places: Sequence[Path]) -> dict[str, str]:
+    """Return the tags of the alarms in some run directories: `alarm.<signal>` with the last one of each, `alarms` with all."""
+    lines = [line for place in places for line in read_lines(place / EVENTS) if line["kind"] == "alarm"]
+    tags = {f"alarm.{line.get('signal', 'other')}": f"step {line['step'] or 0}: {line['reason']}" for line in lines}
+    names = sorted(name.removeprefix("alarm.") for name in tags)
+    return tags | {"alarms": ", ".join(names)} if tags else {}
 
 
 def directories(run: Path) -> list[Path]:
@@ -228,11 +237,20 @@ class Mirror:
             stages = {path: record for path in directories(run)[1:] if (record := truth(path)) is not None}
             final = {f"final/{record.name}/{key}": value for record in stages.values() for key, value in record.final.items()}
             uploads = [record for record in stages.values() if record.artifact and record.artifact["upload"] == "campaign"]
-            parent = self._mirror(run, campaign, None, final, uploads)
+            parent = self._mirror(run, campaign, None, final, uploads, alarm_tags([*stages]))
             for path, record in stages.items():
-                self._mirror(path, record, parent, {f"final/{k}": v for k, v in record.final.items()}, [record])
+                finals = {f"final/{k}": v for k, v in record.final.items()}
+                self._mirror(path, record, parent, finals, [record], alarm_tags([path]))
 
-    def _mirror(self, directory: Path, record: Record, parent: str | None, final: dict[str, float], files: list[Record]) -> str:
+    def _mirror(
+        self,
+        directory: Path,
+        record: Record,
+        parent: str | None,
+        final: dict[str, float],
+        files: list[Record],
+        alarms: dict[str, str],
+    ) -> str:
         sidecar = Sidecar.read(directory)
         if sidecar.record != record.id or sidecar.uri != self.uri or not self._exists(sidecar, record, final):
             sidecar = Sidecar(record.id, self.uri, self.experiment(record.campaign))
@@ -243,6 +261,11 @@ class Mirror:
             self._params(sidecar.run_id, record)
             sidecar.params_sent = True
         self._ship(directory / METRICS, sidecar)
+        if sidecar.alarms != alarms:
+            self._client.log_batch(sidecar.run_id, tags=[self._tag(clean_key(k), as_value(v)) for k, v in alarms.items()])
+            for name in sidecar.alarms.keys() - alarms.keys():  # of steps that a resumed stage takes again
+                self._client.delete_tag(sidecar.run_id, clean_key(name))
+            sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)
