@@ -2,6 +2,7 @@
 
 plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
+sweep             many of them that differ in some keys
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
@@ -24,6 +25,7 @@ from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
+from tasks.search import Kind
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.errors import ModelError, TitheError, name_os_error
 
@@ -122,6 +124,65 @@ def resume(
         known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
         raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
     run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A recipe (default: params.yaml), and KEY=a,b,c or KEY=low..high[:log] for each key.", metavar="[RECIPE] KEY=..."
+        ),
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Every combination of the values (the default).")] = False,
+    random: Annotated[int, typer.Option("--random", min=0, metavar="N", help="N draws.")] = 0,
+    optuna: Annotated[
+        int, typer.Option("--optuna", min=0, metavar="N", help="N trials that Optuna proposes; hopeless ones are stopped.")
+    ] = 0,
+    overrides: Override = None,
+    objective: Annotated[str, typer.Option(help="Metric of training whose last value ranks the trials.")] = "heldout/reward_mean",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Trials at a time, each with its share of the cores; 0 decides by the machine.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the draws of --random and --optuna.")] = 0,
+    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="Whether --optuna stops trials below the median.")] = True,
+    name: Annotated[
+        str, typer.Option(help="Name of the sweep; default: by what it tries, so that the same command goes on.")
+    ] = "",
+    root: Root = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
+    no_tracking: NoTracking = False,
+    fork: Fork = None,
+    stages: StageList = None,
+) -> None:
+    """Run trials of one campaign that differ in some keys, several at a time. Run again: only what is missing is run.
+
+    Prompts, base and anchors are made once. A trial that fails costs that trial alone. MLflow shows them as children of one run.
+
+    Examples:
+
+    tithe sweep --grid train.optimizer.learning_rate=1e-4,2e-4,4e-4 campaign.seed=0,1
+
+    tithe sweep recipes/smollm2.yaml --random 8 train.optimizer.learning_rate=1e-6..1e-4:log train.lora.rank=4..32
+
+    tithe sweep --optuna 20 train.optimizer.learning_rate=1e-5..1e-3:log
+    """
+    from flows.start import run_sweep
+    from flows.trials import Asked
+    from tasks.sweep import Spec
+    from trainer.errors import ConfigError
+
+    axes = [word for word in words or () if "=" in word]
+    recipes = [word for word in words or () if "=" not in word]
+    if len(recipes) > 1:
+        raise ConfigError("sweep", " ".join(recipes), "names two recipes; a key is written as KEY=a,b,c")
+    if grid + bool(random) + bool(optuna) > 1:
+        raise ConfigError("sweep", "", "--grid, --random and --optuna are three ways to choose; name one")
+    kind: Kind = "random" if random else "optuna" if optuna else "grid"
+    spec = Spec(kind, tuple(axes), random or optuna, seed, objective, prune)
+    asked = Asked(spec, Path(recipes[0]) if recipes else None, tuple(overrides or ()), workers, name, root, stages or "")
+    run_sweep(asked, plain, not no_tracking, context.obj, fork)
 
 
 @app.command()

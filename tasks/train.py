@@ -51,7 +51,7 @@ from trainer.schedule.colocated import ColocatedSchedule
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
-from trainer.types import Prompt, Sampler, SamplingParams
+from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
@@ -221,10 +221,20 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     Raises:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
-    train, place = config.train, Run(paths.run, paths.identity)
-    if train.schedule != "sync" and (paths.run / RESULT).exists():
+    place = Run(paths.run, paths.identity)
+    if config.train.schedule != "sync" and (paths.run / RESULT).exists():
         forget_experience(config, place)
     begin_anew_after_success(place)
+    verifier = build_verifier(config.reward)  # first: its workers start while the model loads
+    try:
+        return train_with(verifier, config, paths, place)
+    finally:
+        verifier.close()
+
+
+def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, place: Run) -> dict[str, Any]:
+    """Train with a verifier that somebody else closes; see `run`."""
+    train = config.train
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
     tokenizer = load_tokenizer(paths.inputs["base"])
@@ -234,7 +244,6 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     learner = build_learner(config, paths, policy, engine)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
-    verifier = build_verifier(config.reward)
     try:
         eos = eos_token_ids(policy.model, tokenizer)
         guard = build_guard(config, paths, learner, sampler, prompts, eos)
@@ -249,7 +258,6 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
             else:
                 SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
     finally:
-        verifier.close()
         sampler.close()
     policy.save(paths.out, tokenizer)
     clear_tiers(policy, learner)
