@@ -1,6 +1,6 @@
 """Stages that take no time and do what `tiny.json` in the workspace says: for tests of the platform around them.
 
-    {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "config_error": true, "ignore_stop": true}
+    {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "alarm_at": 3, "config_error": true}
 
 A crash, kill or hang happens at the first attempt only. Imports nothing heavy.
 """
@@ -68,6 +68,8 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:
                 time.sleep(0.01)
+            if once(paths, "alarm_at", step):
+                writer.event("alarm", "KL to the reference is 0.4", step=step, signal="kl", value=0.4, threshold=0.3)
             if once(paths, "crash_at", step):
                 raise RuntimeError("planned crash")
             if once(paths, "kill_at", step):
