@@ -356,11 +356,11 @@ def initialise() -> None:
 
 
 @app.command()
-def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -> None:
+def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
     """Send what an unreachable MLflow missed. `run` does that by itself; this is for when nothing is left to run."""
     from tasks.tracking import main as track
 
-    workspace = find(recipe, overrides, None, root, None)
+    workspace = find(recipe, overrides, None, root, stages)
     must_be_begun(workspace, "sync")
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
 

@@ -24,7 +24,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from tasks.workspace import REPOSITORY, Workspace, server_database, state_direct
 from trainer.config import as_tree
 from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
-from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
 from trainer.processes import importing
 
 SIDECAR = "mlflow.json"
@@ -132,6 +132,7 @@ class Sidecar:
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
     curve: Cursor = field(default_factory=Cursor)  # of a trial: how far its train stage's curves were sent to its own run
 
@@ -159,9 +160,17 @@ def is_behind(place: Path) -> bool:
             continue
         if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
             return True
-        if read_new(directory / METRICS, sidecar.cursor)[0]:
+        if read_new(directory / METRICS, sidecar.cursor)[0] or alarm_tags(directories(directory)) != sidecar.alarms:
             return True
     return False
+
+
+def alarm_tags(places: Sequence[Path]) -> dict[str, str]:
+    """Return the tags of the alarms in some run directories: `alarm.<signal>` with the last one of each, `alarms` with all."""
+    lines = [line for place in places for line in read_lines(place / EVENTS) if line["kind"] == "alarm"]
+    tags = {f"alarm.{line.get('signal', 'other')}": f"step {line['step'] or 0}: {line['reason']}" for line in lines}
+    names = sorted(name.removeprefix("alarm.") for name in tags)
+    return tags | {"alarms": ", ".join(names)} if tags else {}
 
 
 def runs_of(place: Path) -> list[Path]:
@@ -283,6 +292,12 @@ class Mirror:
         sidecar.cursor = self._ship(directory / METRICS, sidecar.run_id, sidecar.cursor)
         if record.parent:
             sidecar.curve = self._ship(directory / "train" / METRICS, sidecar.run_id, sidecar.curve, TRIAL_CURVES)
+        alarms = alarm_tags(directories(directory))
+        if sidecar.alarms != alarms:
+            self._client.log_batch(sidecar.run_id, tags=[self._tag(clean_key(k), as_value(v)) for k, v in alarms.items()])
+            for name in sidecar.alarms.keys() - alarms.keys():  # of steps that a resumed stage takes again
+                self._client.delete_tag(sidecar.run_id, clean_key(name))
+            sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)

@@ -41,8 +41,10 @@ def artifact_types(api: Any, run: dict[str, Any]) -> set[tuple[str, str]]:
     return {(artifact["key"], artifact["type"]) for artifact in found}
 
 
-def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(tiny: Any, api: Any, prefect_server: str) -> None:
-    tiny.plan(seconds=1.2, steps=5)  # long enough for a progress artifact
+def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(
+    tiny: Any, api: Any, prefect_server: str, eventually: Any
+) -> None:
+    tiny.plan(seconds=1.2, steps=5, alarm_at=2)  # long enough for a progress artifact
     done = tiny.run("--no-tracking", PREFECT_API_URL=prefect_server)
     assert done.returncode == 0, done.stderr
     assert "90.0 % (85.0 % to 95.0 %)" in done.stdout
@@ -55,6 +57,9 @@ def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(tiny: Any, api: 
         ("tiny-evaluation", "table"),
         ("tiny-report", "markdown"),
     }
+    asked = {"filter": {"event": {"name": ["tithe.alarm.kl"]}, "resource": {"id": [f"tithe.run.{tiny.workspace.run_id}"]}}}
+    (event,) = eventually(lambda: api("events/filter", asked)["events"])
+    assert (event["payload"]["step"], event["payload"]["value"], event["payload"]["threshold"]) == (2, 0.4, 0.3)
     again = tiny.run("--no-tracking", PREFECT_API_URL=prefect_server)
     assert again.returncode == 0, again.stderr
     cached = flow_run(api, tiny.workspace.run_id)

@@ -37,7 +37,7 @@ from trainer.schedule.terms import pool_url
 pytestmark = pytest.mark.smoke
 
 END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
-STEPS, GROUPS, LAG = 12, 4, 4
+STEPS, GROUPS, LAG = 16, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
     "prepare": {
@@ -62,7 +62,12 @@ TREE: dict[str, Any] = {
         "schedule": "async",
         "lora": {"rank": 4, "alpha": 8},
         "optimizer": {"learning_rate": 1e-3},
-        "batch": {"prompts_per_step": GROUPS, "group_size": 4, "minibatches": 2},
+        "batch": {
+            "prompts_per_step": GROUPS,
+            "group_size": 4,
+            "minibatches": 2,
+            "micro_batch_tokens": 16,  # slow steps, so that a test can act between two of them
+        },  # slow steps, to be caught between
         "sampling": {"max_completion_tokens": 4},
         "sampler": {"slots": 16, "groups_per_claim": 2},
         "sync": {"sync_every": 2, "max_policy_update_lag": LAG},
@@ -134,7 +139,10 @@ class Trial:
         """Hold the pool's lock from when so many steps are in the log, so that the run cannot go on, or end, inside the block."""
         url = make_url(pool_url(self.config.train, self.run))
         sqlite = url.drivername == "sqlite"
-        engine = create_engine(url if sqlite else url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+        options: dict[str, Any] = {"connect_args": {"timeout": 0}} if sqlite else {}
+        engine = create_engine(
+            url if sqlite else url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT", **options
+        )
         schema = "" if sqlite else f"{self.schema()}."
         lock = "SELECT 1" if sqlite else f"SELECT 1 FROM {schema}cursor FOR UPDATE"
         self.wait(lambda: not sqlite or Path(str(url.database)).exists())
@@ -152,7 +160,7 @@ class Trial:
                     connection.execute(text("ROLLBACK"))
                 return False
 
-            self.wait(held)
+            self.wait(held, 0.001)
             yield connection
             connection.execute(text("ROLLBACK"))
         engine.dispose()
@@ -162,13 +170,13 @@ class Trial:
         database.close()
         return database.schema
 
-    def wait(self, ready: Callable[[], object]) -> None:
+    def wait(self, ready: Callable[[], object], pause_seconds: float = 0.02) -> None:
         end = time.monotonic() + 600
         while not ready():
             assert self.process is not None
             assert self.process.poll() is None, (self.root / "log").read_text()
             assert time.monotonic() < end, (self.root / "log").read_text()
-            time.sleep(0.02)
+            time.sleep(pause_seconds)
 
     def sampler_pid(self, name: str = "s0") -> int | None:
         pool = self.pool()
@@ -290,13 +298,13 @@ def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(
 def test_a_killed_learner_goes_on_to_the_same_bits_and_its_samplers_end_with_it(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     process = trial.start()
-    with trial.held_at_step(8):  # past the checkpoint of step 5
+    with trial.held_at_step(7):  # past the checkpoint of step 5
         pid = trial.sampler_pid()
         assert pid is not None
         process.kill()
         process.wait()
     before = trial.steps()
-    assert 8 <= len(before) < STEPS
+    assert 7 <= len(before) < STEPS
     end = time.monotonic() + 300
     while is_alive(pid):
         assert time.monotonic() < end

@@ -230,6 +230,28 @@ def test_a_whole_campaign_arrives(mirror: Mirror, run: Path) -> None:
 
 
 @pytest.mark.smoke
+def test_alarms_become_tags_of_stage_and_campaign(mirror: Mirror, run: Path) -> None:
+    writer = RunWriter(run / "train")
+    mirror.sync(run)
+    for step, value in ((3, 0.4), (7, 0.5)):
+        writer.event("alarm", f"KL to the reference is {value}", step=step, signal="kl", value=value, threshold=0.3)
+    writer.event("sync", "handed over policy version 8", step=8)
+    writer.event("alarm", "lag is 31, past its threshold 28.8", step=9, signal="lag", value=31.0, threshold=28.8)
+    assert is_behind(run)
+    mirror.sync(run)
+    for place in (run, run / "train"):
+        tags = mirror._client.get_run(Sidecar.read(place).run_id).data.tags
+        assert tags["alarm.kl"] == "step 7: KL to the reference is 0.5"
+        assert tags["alarm.lag"].startswith("step 9: lag is 31")
+        assert tags["alarms"] == "kl, lag"
+    RunWriter(run / "train", resume_step=8)  # the step of the second alarm is taken again
+    mirror.sync(run)
+    tags = mirror._client.get_run(Sidecar.read(run / "train").run_id).data.tags
+    assert tags["alarms"] == "kl"
+    assert "alarm.lag" not in tags
+
+
+@pytest.mark.smoke
 def test_a_resumed_stage_goes_on_in_the_same_run_without_double_steps(mirror: Mirror, run: Path) -> None:
     writer = RunWriter(run / "train")
     for step in range(1, 6):

@@ -111,6 +111,7 @@ class AsyncSchedule(SyncSchedule):
         self.doing, self.step = "starting", 0
         self.known_versions: dict[int, str] = {}
         self.rates: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self.alarmed: set[str] = set()  # names past their thresholds
         self.supervisor = Supervisor([], self.pool, config.train.watchdog, self.writer)
         self._ended, self._thread = threading.Event(), threading.get_ident()
         database.waiting = self._while_waiting
@@ -390,7 +391,7 @@ class AsyncSchedule(SyncSchedule):
         super()._checkpoint(step)
 
     def _alarms(self, step: int, metrics: dict[str, float]) -> None:
-        """Write an event for every watched value that passes its threshold."""
+        """Write an event for every watched value that passes its threshold, once for each time that it does."""
         alarms, bound = self.train.alarms, self.train.sync.max_policy_update_lag
         rate = metrics["throughput/samples_per_second"]
         usual = median(self.rates) if len(self.rates) == _REMEMBERED_STEPS else 0.0
@@ -401,9 +402,10 @@ class AsyncSchedule(SyncSchedule):
             ("lag", metrics["lag/mean"], alarms.lag_fraction * bound, metrics["lag/mean"] > alarms.lag_fraction * bound > 0),
         ]
         for name, value, threshold, passed in watched:
-            if passed:
+            if passed and name not in self.alarmed:
                 reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}; {_KNOBS[name]}"
                 self.writer.event("alarm", reason, step=step, signal=name, value=value, threshold=threshold)
+        self.alarmed = {name for name, _, _, passed in watched if passed}
         self.rates.append(rate)
 
 
