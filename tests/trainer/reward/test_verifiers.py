@@ -65,6 +65,13 @@ def test_workers_begin_to_start_with_their_verifier_and_end_with_it_even_unused(
     assert not nursery.is_running()
 
 
+def test_a_verifier_that_is_closed_before_its_worker_is_there_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        with verifier(verifier="format"):
+            pass
+    assert capfd.readouterr().err == ""
+
+
 def test_unknown_task_is_an_error_verdict_not_an_exception() -> None:
     with verifier(verifier="reasoning_gym") as judge:
         (verdict,) = judge.score([(prompt("1", {"task": "no_such_task", "entry": {}}), "1")])
