@@ -160,7 +160,7 @@ class Trial:
                     connection.execute(text("ROLLBACK"))
                 return False
 
-            self.wait(held, 0.001)
+            self.wait(held, 0.01)
             yield connection
             connection.execute(text("ROLLBACK"))
         engine.dispose()
