@@ -48,7 +48,7 @@ from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
 from trainer.metrics import EVENTS, read_lines
 
-PROGRESS_SECONDS, STATE_SECONDS = 3.0, 10.0
+PROGRESS_SECONDS, STATE_SECONDS = 4.0, 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _STATE_NAMES = {"made": "Completed", "cached": "Cached", "restored": "Restored"}
 

@@ -200,7 +200,7 @@ def test_a_campaign_started_by_the_api_runs_to_the_end_and_shows_what_a_person_l
     assert "/artifacts/report/report.html" in artifacts["report"]
     wanted = {"filter": {"event": {"name": ["tithe.alarm.kl"]}}}
     events = eventually(lambda: up.api.ask("POST", "events/filter", wanted)["events"])
-    assert events[0]["payload"]["reason"] == "planned alarm"
+    assert events[0]["payload"]["reason"] == "KL to the reference is 0.4"
 
 
 def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> None:

@@ -73,13 +73,14 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     try:
         while step < steps:
             step += 1
-            writer.metrics(step, {"reward/mean": step / steps, "lr": config.train.optimizer.learning_rate})
+            rate = config.train.optimizer.learning_rate
+            writer.metrics(step, {"reward/mean": step / steps, "lr": rate, "heldout/reward_mean": step / steps * rate * 1e3})
             writer.heartbeat("learning", step, steps)
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:
                 time.sleep(0.01)
             if once(paths, "alarm_at", step):
-                writer.event("alarm", "planned alarm", step=step, signal="kl")
+                writer.event("alarm", "KL to the reference is 0.4", step=step, signal="kl", value=0.4, threshold=0.3)
             if once(paths, "crash_at", step):
                 raise RuntimeError("planned crash")
             if once(paths, "kill_at", step):
