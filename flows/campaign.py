@@ -48,7 +48,7 @@ from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
 from trainer.metrics import EVENTS, read_lines
 
-PROGRESS_SECONDS, STATE_SECONDS = 3.0, 10.0
+PROGRESS_SECONDS, STATE_SECONDS = 4.0, 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _STATE_NAMES = {"made": "Completed", "cached": "Cached", "restored": "Restored"}
 
@@ -134,6 +134,12 @@ class Watcher:
             update_progress_artifact(artifact_id=self._artifact, progress=percent, description=description)
         self._shown = beat
 
+    def finish(self) -> None:
+        """Fill the progress bar of a stage that ended well."""
+        if self._artifact is not None:
+            with suppress(*AWAY):
+                update_progress_artifact(artifact_id=self._artifact, progress=100.0, description=f"{self.stage.name}: done")
+
     def _read_state(self) -> None:
         assert self.run_id is not None
         with get_client(sync_client=True) as client:
@@ -170,6 +176,7 @@ def stage_task(session: Session, stage: Stage, on_beat: OnBeat, on_result: OnRes
                 result = session.attempt(stage, beat)
         except StopRequested as stop:
             return Cancelled(message=str(stop))
+        watcher.finish()
         on_result(result)
         message = f"{result.how} in {result.seconds:.1f} s: {session.workspace.artifact(stage.artifact)}"
         return Completed(name=_STATE_NAMES[result.how], message=message, data=result.how)

@@ -29,8 +29,8 @@ from flows.workspaces import resolve_config, resolve_workspace
 from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.search import Kind
-from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import ModelError, TitheError, name_os_error
+from tasks.workspace import REPOSITORY, Workspace, replayable
+from trainer.errors import ConfigError, ModelError, TitheError, name_os_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,6 +71,13 @@ def find(
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return resolve_workspace(config, run_directory, root, stages or "")
+
+
+def must_be_begun(workspace: Workspace, command: str) -> None:
+    """Raise ConfigError when a command is for a run that is there, and there is none."""
+    if not (workspace.run / "config.json").exists():
+        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
+        raise ConfigError(command, str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
 
 
 @app.command()
@@ -120,12 +127,9 @@ def resume(
     Example: tithe resume recipes/smollm2.yaml
     """
     from flows.start import run_campaign
-    from trainer.errors import ConfigError
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    if not (workspace.run / "config.json").exists():
-        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
-        raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
+    must_be_begun(workspace, "resume")
     run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
 
 
@@ -352,11 +356,12 @@ def initialise() -> None:
 
 
 @app.command()
-def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -> None:
+def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
     """Send what an unreachable MLflow missed. `run` does that by itself; this is for when nothing is left to run."""
     from tasks.tracking import main as track
 
-    workspace = find(recipe, overrides, None, root, None)
+    workspace = find(recipe, overrides, None, root, stages)
+    must_be_begun(workspace, "sync")
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
 
 
@@ -368,6 +373,7 @@ def replay(
 
     Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
     """
+    replayable(run)
     from rich.progress import Progress
 
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:

@@ -45,6 +45,12 @@ def note(flow_run: str, run: Path, deployed: bool) -> None:
     write_json(path, entry)
 
 
+def at_work() -> list[str]:
+    """Return the flow runs of workers that a process of this machine is working on."""
+    entries = {path.stem: read_json(path) for path in directory().glob("*.json")}
+    return [name for name, entry in entries.items() if entry["deployed"] and Owner.from_json(entry["owner"]).is_alive]
+
+
 def settle(api: str, over: bool = False) -> dict[str, str]:
     """Tell Prefect how flow runs ended whose process is gone.
 

@@ -30,6 +30,7 @@ from tasks.workspace import Workspace
 from trainer.errors import StopRequested
 from trainer.files import read_json, read_manifest
 from trainer.metrics import HEARTBEAT
+from trainer.processes import importing
 
 DRAIN_SECONDS = 10.0
 
@@ -83,7 +84,7 @@ def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
 
         run_in_prefect(session, console.beat, console.result)
 
-    return in_prefect(run, session.start_ahead, session.stop, console, leave)
+    return in_prefect(run, session.go_ahead, session.stop, console, leave)
 
 
 def in_prefect(run: Callable[[], None], meanwhile: Callable[[], None], stop: Stop, console: Console, leave: Leave) -> bool:
@@ -95,12 +96,13 @@ def in_prefect(run: Callable[[], None], meanwhile: Callable[[], None], stop: Sto
     """
     os.environ.update(settings())
     try:
-        with api() as server:
-            from flows.campaign import PrefectAway, drain
-
+        with api(stop, meanwhile) as server:
             meanwhile()
+            with importing():
+                from flows.campaign import PrefectAway, drain
+
             if server is not None:
-                server.wait_ready(stop=stop)
+                server.wait_ready(stop=stop, meanwhile=meanwhile)
             if stop:
                 raise stop.error()
             try:
@@ -158,7 +160,7 @@ def show_trials(sweep: Sweep, console: Console) -> None:
 
 
 @contextmanager
-def api() -> Iterator[PrivateServer | None]:
+def api(stop: Stop, meanwhile: Callable[[], None]) -> Iterator[PrivateServer | None]:
     """Make PREFECT_API_URL name a server: one that runs already (gives None), or a private one that is starting."""
     found = find_server()
     before = os.environ.get("PREFECT_API_URL")
@@ -167,7 +169,7 @@ def api() -> Iterator[PrivateServer | None]:
             os.environ["PREFECT_API_URL"] = found
             yield None
         else:
-            with private_server() as server:
+            with private_server(stop, meanwhile) as server:
                 os.environ["PREFECT_API_URL"] = server.api_url
                 yield server
     finally:
@@ -235,7 +237,9 @@ def _near(path: Path) -> str:
 
 
 def show_status(workspace: Workspace) -> None:
-    """Print of each stage whether it is current, and what runs."""
+    """Print of each stage whether it is current, and what runs; and what was planned beside what was measured so far."""
+    from tasks.plan import beside
+
     console = Console()
     rows = []
     for stage in workspace.stages:
@@ -243,6 +247,9 @@ def show_status(workspace: Workspace) -> None:
         state = "missing" if manifest is None else "current" if workspace.is_current(stage) else "stale"
         rows.append({"stage": stage.name, "artifact": state, "now": doing(workspace, stage.name)})
     console.table(rows, f"{workspace.run_id} in {workspace.root}")
+    compared = [dict(zip(("", "planned", "measured", "off by"), row, strict=True)) for row in beside(workspace.run)]
+    if compared:
+        console.table(compared, "planned beside measured")
 
 
 def doing(workspace: Workspace, stage: str) -> str:

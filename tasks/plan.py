@@ -75,14 +75,18 @@ def gather(asked: Asked, params: Path | None = None) -> PlanRequest:
         request = _from_plan(tree, asked)
     else:
         request = _from_campaign(asked, params)
-    changes = {"devices": asked.devices, "sample__devices": asked.sampling_devices}
-    request = request.change(**{key: value for key, value in changes.items() if value is not None})
-    validate_as(Choices, request.choices.model_dump(mode="json"), "plan")
+        request = request.change(**{key.replace(".", "__"): value for key, value in _counts(asked).items()})
+        validate_as(Choices, request.choices.model_dump(mode="json"), "plan")
     hardware = calibrated(request.hardware)
     if asked.price_per_hour is not None:
-        device = hardware.device.model_copy(update={"price_per_hour": asked.price_per_hour})
-        hardware = hardware.model_copy(update={"device": device})
+        device = {**hardware.device.model_dump(mode="json"), "price_per_hour": asked.price_per_hour}
+        hardware = hardware.model_copy(update={"device": validate_as(Device, device, "hardware.device")})
     return replace(request, hardware=hardware)
+
+
+def _counts(asked: Asked) -> dict[str, int]:
+    counts = {"devices": asked.devices, "sample.devices": asked.sampling_devices}
+    return {key: value for key, value in counts.items() if value is not None}
 
 
 def _from_plan(tree: dict[str, Any], asked: Asked) -> PlanRequest:
@@ -90,6 +94,7 @@ def _from_plan(tree: dict[str, Any], asked: Asked) -> PlanRequest:
     tree = lay_over(tree, {key: value for key, value in over.items() if value is not None})
     tree.setdefault("name", asked.target.stem if asked.target else str(asked.model))
     prefixed = [text if re.split("[.=]", text)[0] in PlanFile.model_fields else f"choices.{text}" for text in asked.overrides]
+    prefixed += [f"choices.{key}={value}" for key, value in _counts(asked).items()]
     return request_of(validate_as(PlanFile, apply_overrides(tree, prefixed), "plan"))
 
 
@@ -220,8 +225,8 @@ def predicted(plan: Plan) -> dict[str, float]:
 def record_prediction(workspace: Workspace, plan: Plan) -> None:
     """Write the plan into the run directory, and its main numbers as the campaign's metrics, once while they stay the same."""
     write_json(workspace.run / PLAN, plan.as_tree())
-    values = {key: float(value) for key, value in predicted(plan).items()}
-    if prediction(workspace.run) != values:
+    values, before = predicted(plan), prediction(workspace.run)
+    if any(before.get(key) != value for key, value in values.items() if key != "plan/margin_bytes"):  # which is of the moment
         RunWriter(workspace.run).metrics(0, values)
 
 

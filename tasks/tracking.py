@@ -6,9 +6,9 @@
     .../mlflow.json                                <- which MLflow run, and how far it was sent
 
 The files are the truth and MLflow a copy that may lag: `sync` sends what is missing, whenever it is called, so an outage
-costs nothing. A `Shipper` runs beside the work, calls it every two seconds and once more at the end, and what an unreachable
-server missed goes out with the next run of the same workspace. Steps once sent are not sent again: a resumed stage cuts its
-file back to the checkpoint and writes the same values anew.
+costs nothing. A `Shipper` runs beside the work, calls it every three seconds from the first metric on (or after a minute) and
+once more at the end, and what an unreachable server missed goes out with the next run of the same workspace. Steps once sent
+are not sent again: a resumed stage cuts its file back to the checkpoint and writes the same values anew.
 
 The flow ships for its stages and tells them so in TITHE_PARENT_TRACKS; a stage by hand or under `dvc repro` ships itself.
 """
@@ -24,7 +24,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from tasks.workspace import REPOSITORY, Workspace, server_database, state_direct
 from trainer.config import as_tree
 from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
-from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
+from trainer.processes import importing
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
@@ -45,8 +47,9 @@ LOG = "stage.log"
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
 MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
 TRIAL_CURVES = frozenset(CHARTS)  # they lie on a trial's own run too, so that MLflow's comparison of trials shows them
-_INTERVAL_SECONDS, _PAUSES_SECONDS = 2.0, (5.0, 15.0, 30.0, 60.0)
-_CLOSE_SECONDS = 60.0
+_INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
+_PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
+CLOSE_SECONDS = 60.0
 _SURVIVOR_SECONDS = 90.0
 
 
@@ -129,6 +132,7 @@ class Sidecar:
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
     curve: Cursor = field(default_factory=Cursor)  # of a trial: how far its train stage's curves were sent to its own run
 
@@ -156,9 +160,17 @@ def is_behind(place: Path) -> bool:
             continue
         if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
             return True
-        if read_new(directory / METRICS, sidecar.cursor)[0]:
+        if read_new(directory / METRICS, sidecar.cursor)[0] or alarm_tags(directories(directory)) != sidecar.alarms:
             return True
     return False
+
+
+def alarm_tags(places: Sequence[Path]) -> dict[str, str]:
+    """Return the tags of the alarms in some run directories: `alarm.<signal>` with the last one of each, `alarms` with all."""
+    lines = [line for place in places for line in read_lines(place / EVENTS) if line["kind"] == "alarm"]
+    tags = {f"alarm.{line.get('signal', 'other')}": f"step {line['step'] or 0}: {line['reason']}" for line in lines}
+    names = sorted(name.removeprefix("alarm.") for name in tags)
+    return tags | {"alarms": ", ".join(names)} if tags else {}
 
 
 def runs_of(place: Path) -> list[Path]:
@@ -199,12 +211,13 @@ class Mirror:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
-        import mlflow  # noqa: F401
-        from mlflow.entities import Metric, Param, RunTag
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-        from requests.exceptions import RequestException
-        from sqlalchemy.exc import SQLAlchemyError
+        with importing():
+            import mlflow  # noqa: F401
+            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+            from requests.exceptions import RequestException
+            from sqlalchemy.exc import SQLAlchemyError
 
         self.uri = uri
         self._failures = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -212,7 +225,8 @@ class Mirror:
         self._experiments: dict[str, str] = {}
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with self._named(), wait_for(state_directory() / "mlflow.lock"):  # the first client makes or migrates the store
+        # The first client makes or migrates the store.
+        with self._named(), wait_for(state_directory() / "mlflow.lock"), importing():
             self._client = MlflowClient(tracking_uri=uri)
             if not uri.startswith("http"):
                 self._client.search_experiments(max_results=1)
@@ -229,7 +243,8 @@ class Mirror:
                 ours = self.uri == own_store()
                 location = (artifact_root() / name).as_uri() if ours else None
                 try:
-                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location)
+                    kind = {"mlflow.experimentKind": "custom_model_development"}  # which pages MLflow shows first
+                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location, tags=kind)
                 except self._failures:  # somebody else made it in between, or it cannot be made
                     found = self._client.get_experiment_by_name(name)
                     if found is None:
@@ -244,7 +259,7 @@ class Mirror:
             self._sync(run)
 
     def _sync(self, run: Path) -> None:
-        with self._named(), wait_for(run / ".mlflow.lock"):
+        with its_turn(run), self._named():
             campaign = truth(run)
             if campaign is None:
                 return
@@ -277,6 +292,12 @@ class Mirror:
         sidecar.cursor = self._ship(directory / METRICS, sidecar.run_id, sidecar.cursor)
         if record.parent:
             sidecar.curve = self._ship(directory / "train" / METRICS, sidecar.run_id, sidecar.curve, TRIAL_CURVES)
+        alarms = alarm_tags(directories(directory))
+        if sidecar.alarms != alarms:
+            self._client.log_batch(sidecar.run_id, tags=[self._tag(clean_key(k), as_value(v)) for k, v in alarms.items()])
+            for name in sidecar.alarms.keys() - alarms.keys():  # of steps that a resumed stage takes again
+                self._client.delete_tag(sidecar.run_id, clean_key(name))
+            sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)
@@ -432,6 +453,24 @@ class Mirror:
                 self._client.log_artifact(run_id, str(path), inside)
 
 
+@contextmanager
+def its_turn(run: Path) -> Iterator[None]:
+    """Wait until nobody else sends a run directory.
+
+    Raises:
+        TrackingError: nothing can be written there.
+    """
+    with ExitStack() as turn:
+        try:
+            turn.enter_context(wait_for(run / ".mlflow.lock"))
+        except OSError as error:
+            raise TrackingError(
+                f"{run} cannot be written to ({error.strerror}), and what MLflow has is noted there; "
+                "make it writable for this user, or sync a copy of its workspace (--workspace)"
+            ) from error
+        yield
+
+
 class _Named:
     """Turns MLflow's many kinds of failure into a TrackingError of one line."""
 
@@ -522,7 +561,14 @@ class Shipper:
             start_new_session=True,
         )
 
-    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
+    def hurry(self) -> None:
+        """Have what there is sent now, so that little is left for `close`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until everything was sent, or cannot be now; return whether it was. A slow one is left to finish by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -539,14 +585,18 @@ def say(text: str) -> None:
 
 def follow(root: Path, run: Path) -> int:
     """Sync a run until standard input ends, then once more; at last send what earlier runs of the workspace still owe."""
-    os.nice(5)
+    yield_to_work()
     mirror: Mirror | None = None
-    failures, due, ended = 0, 0.0, False
+    failures, due = 0, 0.0
+    patience = time.monotonic() + _PATIENCE_SECONDS
+    word: bytes | None = None  # from the owner: a line means now, the end of the stream means that it is over
+    while word is None and time.monotonic() < patience and not any(run.glob(f"*/{METRICS}")):
+        word = listen(0.5)
     while True:
-        ended = ended or bool(select.select([sys.stdin], [], [], max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))[0])
+        ended = word == b""
         if ended:
             wait_for_survivors(run)
-        if ended or time.monotonic() >= due:
+        if word is not None or time.monotonic() >= due:
             try:
                 mirror = mirror or Mirror(tracking_uri())
                 mirror.sync(run)
@@ -558,8 +608,21 @@ def follow(root: Path, run: Path) -> int:
                     say(f"{error}. The campaign goes on; its metrics stay in {run} and are sent as soon as MLflow answers")
                 due = time.monotonic() + _PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)]
                 failures += 1
-            if ended:
-                return 1 if failures else catch_up(mirror, root, run)
+        if ended:
+            return 1 if failures else catch_up(mirror, root, run)
+        word = listen(max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))
+
+
+def listen(timeout_seconds: float) -> bytes | None:
+    """Return what comes on standard input, nothing at its end, None when the time is over."""
+    return os.read(0, 4096) if select.select([0], [], [], timeout_seconds)[0] else None
+
+
+def yield_to_work() -> None:
+    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
+    os.nice(5)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:

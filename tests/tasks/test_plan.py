@@ -72,6 +72,10 @@ def test_a_plan_file_with_flags_over_it() -> None:
     assert not request.choices.train.recompute
 
 
+def test_devices_on_the_command_line_are_those_that_settings_are_checked_against() -> None:
+    assert gather(Asked(model="qwen3-8b", devices=8, overrides=("train.residency=zero3",))).choices.devices == 8
+
+
 def test_a_model_alone_is_a_plan_with_defaults() -> None:
     request = gather(Asked(model="qwen3-8b", overrides=("hardware=a100-80gb", "train.method=lora")))
     assert request.adapter_parameters == request.card.lora_parameters(32, request.choices.train.lora.target_modules)
@@ -98,6 +102,9 @@ def test_a_recipe_plans_its_base(tmp_path: Path) -> None:
         (Asked(PLANS / "lomo-65b.yaml", devices=1), "nobody to share with"),
         (Asked(PLANS / "stateless-1t.yaml", overrides=("reference.kind=adapter_off",)), "nothing can be switched off"),
         (Asked(Path("no-such-plan.yaml")), "no such file"),
+        (Asked(model="qwen3-8b", devices=0), "devices = 0"),
+        (Asked(model="qwen3-8b", sampling_devices=-1), "sample.devices = -1"),
+        (Asked(model="qwen3-8b", price_per_hour=-1.0), "hardware.device.price_per_hour = -1.0"),
     ],
 )
 def test_what_is_wrong_is_named(asked: Asked, problem: str) -> None:

@@ -105,14 +105,21 @@ class AsyncSchedule(SyncSchedule):
         end_leftovers(run.directory)
         database = open_database(config.train, run.directory, self._lost)
         self.pool = Pool(database, run.identity, by_id, LEARNER, lease)
+        self.pools = [self.pool]  # whose claims are kept
         self.store = PolicyStore(run.directory / POLICIES, config.train.sync.keep)
         self.handed_over = -1  # version
         self.doing, self.step = "starting", 0
         self.known_versions: dict[int, str] = {}
         self.rates: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self.alarmed: set[str] = set()  # names past their thresholds
         self.supervisor = Supervisor([], self.pool, config.train.watchdog, self.writer)
         self._ended, self._thread = threading.Event(), threading.get_ident()
         database.waiting = self._while_waiting
+
+    @property
+    def num_processes(self) -> int:
+        """Sampler processes that share the cores with this one."""
+        return self.train.sampler.processes
 
     def run(self) -> None:
         """Train to the end of the last RL stage.
@@ -134,7 +141,7 @@ class AsyncSchedule(SyncSchedule):
             self.pool.database.checkpoint()
             self.writer.heartbeat("trained", self.total, self.total)
         finally:
-            self.supervisor.stop()
+            self._stop_sampling()
             self._ended.set()
             beats.join()
             self.pool.close()
@@ -144,6 +151,12 @@ class AsyncSchedule(SyncSchedule):
         self._hand_over(done)
         self.supervisor = Supervisor(self._assignments(threads), self.pool, self.train.watchdog, self.writer)
         self.supervisor.start()
+        self._train_from(done)
+
+    def _stop_sampling(self) -> None:
+        self.supervisor.stop()
+
+    def _train_from(self, done: int) -> None:
         if done == 0 and self.first_look:
             self.first_look(self.writer)
         if done == 0 and self._looks_at_heldout(0):
@@ -246,8 +259,11 @@ class AsyncSchedule(SyncSchedule):
                     f"delivered nothing for {waited:.0f} s ({self.supervisor.describe()})",
                     f"see {self.place.directory / 'samplers'}",
                 )
-            time.sleep(pause)
+            self._pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _progress(self) -> Any:
         """Return what changes while samplers get anything done, starting included."""
@@ -265,7 +281,8 @@ class AsyncSchedule(SyncSchedule):
             try:
                 self.supervisor.look()
                 self.pool.beat("learner", self.doing, self.crew.learner.version)
-                self.pool.renew()
+                for pool in self.pools:
+                    pool.renew()
             except StalledError:
                 return  # the main thread meets the same, and says it
             self._ended.wait(every)
@@ -324,7 +341,7 @@ class AsyncSchedule(SyncSchedule):
         """Share the cores between learner and samplers; a run keeps its number, on which sums depend to the last bit."""
         known = self.pool.fact(THREADS)
         threads = self.config.machine.threads or os.cpu_count() or 1
-        each = int(known) if known else threads_each(threads, self.train.sampler.processes)
+        each = int(known) if known else threads_each(threads, self.num_processes)
         if known is None:
             self.pool.set_fact(THREADS, str(each))
         torch.set_num_threads(each)
@@ -374,7 +391,7 @@ class AsyncSchedule(SyncSchedule):
         super()._checkpoint(step)
 
     def _alarms(self, step: int, metrics: dict[str, float]) -> None:
-        """Write an event for every watched value that passes its threshold."""
+        """Write an event for every watched value that passes its threshold, once for each time that it does."""
         alarms, bound = self.train.alarms, self.train.sync.max_policy_update_lag
         rate = metrics["throughput/samples_per_second"]
         usual = median(self.rates) if len(self.rates) == _REMEMBERED_STEPS else 0.0
@@ -385,9 +402,10 @@ class AsyncSchedule(SyncSchedule):
             ("lag", metrics["lag/mean"], alarms.lag_fraction * bound, metrics["lag/mean"] > alarms.lag_fraction * bound > 0),
         ]
         for name, value, threshold, passed in watched:
-            if passed:
+            if passed and name not in self.alarmed:
                 reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}; {_KNOBS[name]}"
                 self.writer.event("alarm", reason, step=step, signal=name, value=value, threshold=threshold)
+        self.alarmed = {name for name, _, _, passed in watched if passed}
         self.rates.append(rate)
 
 
