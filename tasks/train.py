@@ -51,7 +51,6 @@ from trainer.schedule.stop import StopWish, deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
 from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
-
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
     "reward_mean": "reward/mean",

@@ -179,7 +179,7 @@ def fall(values: Sequence[float]) -> tuple[int, float, float] | None:
     now = level[-1]
     noise = fmean(abs(b - a) for a, b in pairwise(values))
     drop = level[top] - now
-    if drop > max(_FALL, _FALL_OF_PEAK * abs(level[top]), 1.5 * noise / math.sqrt(window)) and top < len(level) - 1:
+    if drop > max(_FALL, _FALL_OF_PEAK * abs(level[top]), 3 * noise / math.sqrt(window)) and top < len(level) - 1:
         return top, level[top], now
     return None
 
@@ -241,7 +241,7 @@ def gamed(signs: Signs) -> Finding | None:
     )
     steps = sorted({step for name in names for step, _ in signs.series.get(name, ())})
     at = {name: dict(signs.series.get(name, ())) for name in names}
-    history = [{"step": int(s), "metrics": {n: at[n][s] for n in names if s in at[n]}} for s in steps]
+    history: list[dict[str, Any]] = [{"step": int(s), "metrics": {n: at[n][s] for n in names if s in at[n]}} for s in steps]
     looks = [index for index, line in enumerate(history) if "heldout/reward_mean" in line["metrics"]][-_LOOKS:]
     evidence = told[-2:] or [alarm.reason for look in looks for alarm in watch(history[: look + 1])][-2:]
     if not evidence:
