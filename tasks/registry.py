@@ -131,7 +131,7 @@ STAGES: tuple[Stage, ...] = (
         "report",
         ("prompts", "policy", "evaluation"),
         ("report", "campaign.name"),
-        ("tasks/report.py", "tasks/report.html.j2", "tasks/charts.py"),
+        ("tasks/report.py", "tasks/report.html.j2", "tasks/charts.py", "tasks/plan.py"),
         upload="campaign",
     ),
 )
