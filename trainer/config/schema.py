@@ -23,6 +23,7 @@ Scalar = bool | int | float | str
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+WIDEST_FIELD = 4096  # characters that a prompt template may pad a field to
 
 
 class Refusal(ValueError):
@@ -89,9 +90,13 @@ class PromptSource(Section):
     @classmethod
     def _is_template(cls, value: str) -> str:
         try:
-            names = [name for _, name, _, _ in Formatter().parse(value) if name is not None]
+            parts = [(name, spec or "") for _, name, spec, _ in Formatter().parse(value) if name is not None]
         except ValueError as error:
             raise ValueError(f"is no format string ({error}); double the braces that are text") from None
+        names = [name for name, _ in parts]
+        for name, spec in parts:
+            if "{" in spec or any(int(number) > WIDEST_FIELD for number in re.findall(r"\d{1,20}", spec)):
+                raise ValueError(f"has the format {spec!r} on {name!r}; a width is a number of at most {WIDEST_FIELD} characters")
         if not names or not all(re.match(r"[^\W\d]", name) for name in names):
             raise ValueError("needs a field of the row by its name, for example {question}; double the braces that are text")
         return value
@@ -244,6 +249,9 @@ class Anchors(Section):
     """An audit makes anchors anew where the two KLs part by more than this share of the exact one,"""
     audit_absolute: Annotated[float, Field(ge=0)] = 0.02
     """and by more than so many nats a token."""
+
+    keep: Count = 5
+    """Newest versions kept on the disk, beside those that a checkpoint names."""
 
     @model_validator(mode="after")
     def _check(self) -> Anchors:
@@ -497,7 +505,7 @@ class Sampler(Section):
 
 
 class Pool(Section):
-    """The experience pool between samplers and learner. Only read with `schedule: async`."""
+    """The experience pool between samplers and learner. Read with `schedule: async` and `colocated`."""
 
     url: str = ""
     """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
@@ -526,13 +534,14 @@ class Pool(Section):
 
 
 class PolicySync(Section):
-    """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
+    """How samplers get new policies, and how old their samples may be. Read with `schedule: async` and `colocated`."""
 
     mode: Literal["adapter", "merge"] = "adapter"
     """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
     which the engine reloads. The embedded sampler always loads the weights themselves."""
     sync_every: Count = 20
-    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
+    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait. Colocated: after which
+    it is probed and its hash written down; the sampler takes the newest weights whenever it begins."""
     max_policy_update_lag: Count = 32
     """Most optimizer steps between the policy that sampled and the one that learns. Older samples are dropped and counted."""
     keep: Annotated[int, Field(ge=2)] = 3
@@ -548,6 +557,16 @@ class PolicySync(Section):
             lag = self.max_policy_update_lag
             refuse("sync_every", self.sync_every, f"samples are too old when a new policy comes; set at most {lag}, the bound")
         return self
+
+
+class Colocated(Section):
+    """How sampling gets its turns between training micro-batches. Only read with `schedule: colocated`."""
+
+    decode_turns: Count = 16
+    """Decode steps, one token in every slot each, between two micro-batches. While training waits for samples, sampling has all
+    the turns; while the pool is above its watermarks, none."""
+    min_available_memory_bytes: Annotated[int, Field(ge=0)] = 256 * 1024**2
+    """Memory of the device that must be free, or sampling gives its cache and its groups back and waits; 0 never does."""
 
 
 class Watchdog(Section):
@@ -606,8 +625,9 @@ class Checkpoints(Section):
 class Train(Section):
     method: Literal["lora", "full"]
     """What trains: an adapter on a frozen backbone, or every weight."""
-    schedule: Literal["sync", "async"] = "sync"
-    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it."""
+    schedule: Literal["sync", "colocated", "async"] = "sync"
+    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it.
+    `colocated`: both in one process over one backbone; sampling into the pool takes turns between training micro-batches."""
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
@@ -619,6 +639,7 @@ class Train(Section):
     sampler: Sampler = Sampler()
     pool: Pool = Pool()
     sync: PolicySync = PolicySync()
+    colocated: Colocated = Colocated()
     watchdog: Watchdog = Watchdog()
     alarms: Alarms = Alarms()
     activation_checkpointing: bool = False
@@ -655,15 +676,18 @@ class Train(Section):
             refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
-        if self.schedule == "async":
-            self._check_async()
-        elif self.sampler.kind == "vllm":
+        if self.schedule != "sync":
+            self._check_pooled()
+        if self.schedule != "async" and self.sampler.kind == "vllm":
             refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
         if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
             refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
         return self
 
-    def _check_async(self) -> None:
+    def _check_pooled(self) -> None:
+        if self.schedule == "colocated" and self.method == "full":
+            refuse("schedule", "colocated", "a sampler in the middle of its completions needs weights that stand still: a second "
+                   "adapter is small, a second model is not; set method: lora, or schedule: sync")  # fmt: skip
         if self.layer_major:
             key, value = ("optimizer.kind", "stateless") if self.optimizer.kind == "stateless" else ("memory.weights", "tiered")
             refuse(key, value, "a sampler beside the learner needs a whole copy of the weights; set schedule: sync")
@@ -683,7 +707,7 @@ class Train(Section):
                 f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled meanwhile can be used; "
                 f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
             )
-        if self.sampler.processes == 0 and not self.pool.url:
+        if self.schedule == "async" and self.sampler.processes == 0 and not self.pool.url:
             refuse(
                 "sampler.processes", 0, "samplers elsewhere need a pool they can reach; set pool.url to a postgresql:// address"
             )
