@@ -28,6 +28,10 @@ COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in it
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
 ENGINE_WORKSPACE = 1.0e9  # an engine's activations and captured graphs
 EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
+# A CPU compiles every bfloat16 product of a new shape (oneDNN), and keeps it: measured by the growth of a process.
+COMPILED_PRODUCT = 0.6e6
+PRODUCTS_PER_SHAPE = 5  # prefill, one token, and training's three
+BFLOAT16_LIBRARY = 8.0e6
 CONTEXT = "driver and libraries"
 SAMPLERS = "samplers' "  # begins the terms of processes beside the one that trains
 CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
@@ -166,7 +170,7 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
     """Return the memory ledger of a request."""
     sizes = sizes or sizes_of(request)
     bill = Bill(request)
-    _fixed(bill, request)
+    _fixed(bill, request, sizes)
     _weights(bill, request, sizes)
     _update(bill, request, sizes)
     _activations(bill, request, sizes)
@@ -190,10 +194,15 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
 # -- what is always there ------------------------------------------------------------
 
 
-def _fixed(bill: Bill, request: PlanRequest) -> None:
+def _fixed(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     hardware, choices = request.hardware, request.choices
     if hardware.is_cpu:
         bill.add("device", "worker process", hardware.process_bytes, "Python, torch and transformers before any model")
+        if sizes.activation_bytes == 2:
+            shapes = 1 + len({(one.d_in, one.d_out) for one in request.card.linears})
+            kept = shapes * PRODUCTS_PER_SHAPE * COMPILED_PRODUCT
+            said = f"{shapes} shapes x {PRODUCTS_PER_SHAPE} products x {COMPILED_PRODUCT / 1e6:g} MB"
+            bill.add("device", "compiled products", BFLOAT16_LIBRARY + kept, f"{said}, and the library that compiles them")
     else:
         per_host = min(hardware.host.devices, choices.devices)
         bill.add("device", CONTEXT, hardware.context_bytes, "context, kernels and collective buffers of one device")
