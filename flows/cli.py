@@ -2,6 +2,7 @@
 
 plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
+sweep             many of them that differ in some keys
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
@@ -24,6 +25,7 @@ from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
+from tasks.search import Kind
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.errors import ModelError, TitheError, name_os_error
 
@@ -125,6 +127,65 @@ def resume(
 
 
 @app.command()
+def sweep(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A recipe (default: params.yaml), and KEY=a,b,c or KEY=low..high[:log] for each key.", metavar="[RECIPE] KEY=..."
+        ),
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Every combination of the values (the default).")] = False,
+    random: Annotated[int, typer.Option("--random", min=0, metavar="N", help="N draws.")] = 0,
+    optuna: Annotated[
+        int, typer.Option("--optuna", min=0, metavar="N", help="N trials that Optuna proposes; hopeless ones are stopped.")
+    ] = 0,
+    overrides: Override = None,
+    objective: Annotated[str, typer.Option(help="Metric of training whose last value ranks the trials.")] = "heldout/reward_mean",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Trials at a time, each with its share of the cores; 0 decides by the machine.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the draws of --random and --optuna.")] = 0,
+    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="Whether --optuna stops trials below the median.")] = True,
+    name: Annotated[
+        str, typer.Option(help="Name of the sweep; default: by what it tries, so that the same command goes on.")
+    ] = "",
+    root: Root = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
+    no_tracking: NoTracking = False,
+    fork: Fork = None,
+    stages: StageList = None,
+) -> None:
+    """Run trials of one campaign that differ in some keys, several at a time. Run again: only what is missing is run.
+
+    Prompts, base and anchors are made once. A trial that fails costs that trial alone. MLflow shows them as children of one run.
+
+    Examples:
+
+    tithe sweep --grid train.optimizer.learning_rate=1e-4,2e-4,4e-4 campaign.seed=0,1
+
+    tithe sweep recipes/smollm2.yaml --random 8 train.optimizer.learning_rate=1e-6..1e-4:log train.lora.rank=4..32
+
+    tithe sweep --optuna 20 train.optimizer.learning_rate=1e-5..1e-3:log
+    """
+    from flows.start import run_sweep
+    from flows.trials import Asked
+    from tasks.sweep import Spec
+    from trainer.errors import ConfigError
+
+    axes = [word for word in words or () if "=" in word]
+    recipes = [word for word in words or () if "=" not in word]
+    if len(recipes) > 1:
+        raise ConfigError("sweep", " ".join(recipes), "names two recipes; a key is written as KEY=a,b,c")
+    if grid + bool(random) + bool(optuna) > 1:
+        raise ConfigError("sweep", "", "--grid, --random and --optuna are three ways to choose; name one")
+    kind: Kind = "random" if random else "optuna" if optuna else "grid"
+    spec = Spec(kind, tuple(axes), random or optuna, seed, objective, prune)
+    asked = Asked(spec, Path(recipes[0]) if recipes else None, tuple(overrides or ()), workers, name, root, stages or "")
+    run_sweep(asked, plain, not no_tracking, context.obj, fork)
+
+
+@app.command()
 def status(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
     """Say of each stage whether it is current, and what runs.
 
@@ -169,14 +230,18 @@ def preflight(
 def up(
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prefect's API and UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of MLflow.")] = 5000,
+    slots: Annotated[int | None, typer.Option(min=1, help="Campaigns at once; default: one a GPU, or one.")] = None,
 ) -> None:
-    """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
+    """Start Prefect, MLflow and a worker on this machine and print their addresses; Ctrl-C stops all, their history stays.
+
+    In Prefect's UI, campaigns, evaluations and plans can then be started and scheduled (Deployments). Databases are SQLite files
+    in .tithe/, or PostgreSQL: TITHE_DATABASE=postgresql://user@host/name.
 
     Example: tithe up --prefect-port 4201 --mlflow-port 5001
     """
     from flows.up import serve
 
-    serve(prefect_port, mlflow_port)
+    serve(prefect_port, mlflow_port, slots)
 
 
 @app.command()

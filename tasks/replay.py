@@ -46,8 +46,8 @@ def replay_run(run: Path, on_step: Callable[[int, int], None] = lambda step, tot
     if not (run / "config.json").is_file():
         raise ConfigError("RUN", str(run), "is no run directory; name one, for example runs/<campaign>-<hash>")
     config = validate(read_json(run / "config.json"))
-    if config.train.schedule != "async":
-        raise ConfigError("RUN", str(run), "was no async run, so it has no pool; a sync run is repeated with `tithe run`")
+    if config.train.schedule == "sync":
+        raise ConfigError("RUN", str(run), "was a sync run, so it has no pool; it is repeated with `tithe run`")
     workspace, stage = Workspace(run.parent.parent, config, run), get_stage("train")
     place, url = run / stage.name, pool_url(config.train, run / stage.name)
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():

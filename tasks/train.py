@@ -21,10 +21,17 @@ from tasks.anchors import origin_of
 from tasks.command import main
 from tasks.registry import StagePaths
 from trainer.anchors.guard import AnchorGuard
-from trainer.anchors.recall import AdapterRecall, BaseRecall
+from trainer.anchors.recall import AdapterRecall, BaseRecall, Recall
 from trainer.anchors.store import open_anchors
 from trainer.config import CampaignConfig
-from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights, recalled_base
+from trainer.engine.build import (
+    boundary_device,
+    build_stateless,
+    place_reference,
+    place_weights,
+    recalled_base,
+    recalled_int8,
+)
 from trainer.engine.port import Engine
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
@@ -40,10 +47,11 @@ from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
+from trainer.schedule.colocated import ColocatedSchedule
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
-from trainer.types import Prompt, Sampler, SamplingParams
+from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
 CURVE = "curve.csv"
 CURVE_COLUMNS = {
@@ -132,17 +140,28 @@ def build_guard(
         return None
     policy, writer, base = learner.policy, RunWriter(paths.run), paths.inputs["base"]
 
-    def load() -> AbstractContextManager[PreTrainedModel]:
-        return recalled_base(base, config.base.dtype, config.machine.device, config.train, paths.run)
+    def load(recalled: Callable[..., AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: recalled(base, config.base.dtype, config.machine.device, config.train, paths.run)
 
     def beat(done: int, total: int) -> None:
         writer.heartbeat("making anchors anew", done, total)
 
-    recall = BaseRecall(load) if policy.adapter is None else AdapterRecall(policy.model)
+    recall = BaseRecall(load(recalled_base)) if policy.adapter is None else AdapterRecall(policy.model)
+    by: dict[str, Recall] = {"resident": BaseRecall(load(recalled_base)), "int8_streamed": BaseRecall(load(recalled_int8))}
     made_by = origin_of(read_manifest(base) or {})
     place = (paths.run / "anchors", writer.event, beat)
     return AnchorGuard(
-        config.anchors, config.train, config.campaign.seed, learner, sampler, prompts, eos, made_by, recall, *place
+        config.anchors,
+        config.train,
+        config.campaign.seed,
+        learner,
+        sampler,
+        prompts,
+        eos,
+        made_by,
+        recall,
+        *place,
+        scored_by=by.get(config.anchors.reference),
     )
 
 
@@ -202,10 +221,20 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     Raises:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
-    train, place = config.train, Run(paths.run, paths.identity)
-    if train.schedule == "async" and (paths.run / RESULT).exists():
+    place = Run(paths.run, paths.identity)
+    if config.train.schedule != "sync" and (paths.run / RESULT).exists():
         forget_experience(config, place)
     begin_anew_after_success(place)
+    verifier = build_verifier(config.reward)  # first: its workers start while the model loads
+    try:
+        return train_with(verifier, config, paths, place)
+    finally:
+        verifier.close()
+
+
+def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, place: Run) -> dict[str, Any]:
+    """Train with a verifier that somebody else closes; see `run`."""
+    train = config.train
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
     tokenizer = load_tokenizer(paths.inputs["base"])
@@ -215,7 +244,6 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     learner = build_learner(config, paths, policy, engine)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
-    verifier = build_verifier(config.reward)
     try:
         eos = eos_token_ids(policy.model, tokenizer)
         guard = build_guard(config, paths, learner, sampler, prompts, eos)
@@ -225,10 +253,11 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
             if train.schedule == "async":
                 places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
                 AsyncSchedule(config, crew, place, wish, places, look_first).run()
+            elif train.schedule == "colocated":
+                ColocatedSchedule(config, crew, place, wish, look_first).run()
             else:
                 SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
     finally:
-        verifier.close()
         sampler.close()
     policy.save(paths.out, tokenizer)
     clear_tiers(policy, learner)

@@ -62,7 +62,8 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     try:
         while step < steps:
             step += 1
-            writer.metrics(step, {"reward/mean": step / steps, "lr": config.train.optimizer.learning_rate})
+            rate = config.train.optimizer.learning_rate
+            writer.metrics(step, {"reward/mean": step / steps, "lr": rate, "heldout/reward_mean": step / steps * rate * 1e3})
             writer.heartbeat("learning", step, steps)
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:

@@ -60,14 +60,16 @@ def place_weights(directory: Path, dtype: str, device: str, train: Train, run: P
 
 
 @contextmanager
-def recalled_base(directory: Path, dtype: str, device: str, train: Train, run: Path) -> Iterator[PreTrainedModel]:
-    """Have the base once more for the span of a block: whole, or tiered where the policy is.
+def recalled_base(
+    directory: Path, dtype: str, device: str, train: Train, run: Path
+) -> Iterator[tuple[PreTrainedModel, LayerSource | None]]:
+    """Have the base once more for the span of a block, whole, or tiered where the policy is; and what holds its weights then.
 
     Args:
         directory, dtype, device, train, run: as in `place_weights`.
     """
     if train.memory.weights == "resident":
-        yield load_model(directory, dtype, device)
+        yield load_model(directory, dtype, device), None
         return
     cold = (Path(train.memory.directory) if train.memory.directory else run) / "recalled"
     memory = train.memory.model_copy(update={"directory": str(cold), "split": False, "journal": "memory"})
@@ -75,7 +77,24 @@ def recalled_base(directory: Path, dtype: str, device: str, train: Train, run: P
         directory, dtype, device, train.model_copy(update={"method": "lora", "memory": memory}), cold
     )
     try:
-        yield model
+        yield model, residency.source
+    finally:
+        residency.source.shutdown()
+
+
+@contextmanager
+def recalled_int8(
+    directory: Path, dtype: str, device: str, train: Train, run: Path
+) -> Iterator[tuple[PreTrainedModel, LayerSource]]:
+    """Have the base with 8-bit weights for the span of a block, as a model that can be called; and what holds its weights.
+
+    Args:
+        directory, dtype, device, train, run: as in `place_weights`.
+    """
+    residency = place_reference(directory, dtype, device, train, run / "recalled").residency
+    residency.whole_model()
+    try:
+        yield residency.anatomy.model, residency.source
     finally:
         residency.source.shutdown()
 

@@ -5,6 +5,7 @@
     load_policy   `adapter`: the version's directory is loaded hot under a name of its own, then the one before is unloaded;
                   `merge`: a merged copy of the backbone is written and the engine reloads it
     score         log-probs of given tokens; vLLM has these at temperature 1 only
+    top_logprobs  the backbone's highest log-probs at given tokens, for anchors; likewise
 
 Every server is inspected (the probe) after every load, before its first request; so is one that was away and comes back, or that
 forgot its adapters. A name per run, sampler and version: several runs share servers without touching each other's adapters, and
@@ -20,7 +21,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ from trainer.types import Completion, Request, SamplingParams
 
 Mode = Literal["adapter", "merge"]
 Progress = Callable[[int, int], None]
-Score = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], list[list[float]]]
+Scored = tuple[Sequence[int], Sequence[int]]  # prompt ids, completion ids
+Score = Callable[[Sequence[Scored]], list[list[float]]]
 Inspect = Callable[[str, Score], None]
 _LOOK_SECONDS, _LONGEST_PAUSE_SECONDS, _BEAT_SECONDS = 2.0, 60.0, 1.0
 _MOST_TRIES = 6  # unusable answers to one request
@@ -44,7 +46,7 @@ class VllmSampler:
     """A `trainer.types.Sampler` over vLLM servers.
 
     Args:
-        servers: they need not be up yet.
+        servers: or their addresses; they need not be up yet.
         store: where policy versions are; the servers must see it under the same path.
         base: the base artifact, for merging.
         model: name under which the servers know the backbone.
@@ -54,6 +56,7 @@ class VllmSampler:
         merged: directory for merged copies.
         max_shard_bytes: of merged copies.
         namespace: of the adapters' names; no other sampler may have it.
+        life: of this process, in those names too: what an earlier one left on a server is taken off and never asked again.
         vocabulary: number of token ids; 0: unknown.
         shared: whether others may use the servers too; then they are inspected again after every `generate` in merge mode.
         ended: returns why the servers cannot come back (the process that was started has ended), or None.
@@ -61,7 +64,7 @@ class VllmSampler:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[Server | str],
         store: PolicyStore,
         base: Path,
         model: str,
@@ -71,14 +74,17 @@ class VllmSampler:
         merged: Path,
         max_shard_bytes: int = 5 * 1000**3,
         namespace: str = "tithe",
+        life: str = "",
         vocabulary: int = 0,
         shared: bool = False,
         ended: Callable[[], str | None] = lambda: None,
     ):
         assert servers
         assert re.fullmatch(r"[\w.-]+", namespace), namespace
-        self.servers, self.store, self.base, self.model, self.mode = list(servers), store, base, model, mode
+        self.servers = [Server(server, deadline_seconds) if isinstance(server, str) else server for server in servers]
+        self.store, self.base, self.model, self.mode = store, base, model, mode
         self.deadline_seconds, self.merged, self.max_shard_bytes = deadline_seconds, merged, max_shard_bytes
+        self.life = f".{life}" if life else ""
         self.namespace, self.vocabulary, self.shared, self.ended = namespace, vocabulary, shared, ended
         self.version = -1
         self.inspect: Inspect | None = None  # called with (url, score) after every load; raises what is wrong
@@ -89,9 +95,8 @@ class VllmSampler:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._workers = ThreadPoolExecutor(concurrency * len(servers), thread_name_prefix="vllm")
-        self._keepers = [threading.Thread(target=self._keep, args=(s,), name=f"keeper {s.url}", daemon=True) for s in servers]
-        for keeper in self._keepers:
-            keeper.start()
+        for one in self.servers:
+            threading.Thread(target=self._keep, args=(one,), name=f"keeper {one.url}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -99,7 +104,7 @@ class VllmSampler:
         return self.model if self.mode == "merge" or self.version < 0 else self.adapter_name(self.version)
 
     def adapter_name(self, version: int) -> str:
-        return f"{self.namespace}-v{version:06d}"
+        return f"{self.namespace}{self.life}-v{version:06d}"
 
     # -- the port ---------------------------------------------------------------------------------------------------------
 
@@ -117,9 +122,23 @@ class VllmSampler:
                     self.inspect(server.url, partial(self._score_on, server))
         return completions
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+    def score(self, sequences: Sequence[Scored], temperature: float) -> list[list[float]]:
         """Return the log-prob of every completion token at temperature 1, whatever the one asked for: vLLM has no other."""
         return self._all([partial(self._score, prompt=p, completion=c) for p, c in sequences], report=False)
+
+    def top_logprobs(self, sequences: Sequence[Scored], top_k: int) -> list[list[Mapping[int, float]]]:
+        """Return the backbone's log-probs by token id at every completion token, at temperature 1.
+
+        Args:
+            sequences: (prompt ids, completion ids).
+            top_k: how many of the highest are wanted; the token's own comes too.
+        """
+
+        def ask(server: Server, prompt: Sequence[int], completion: Sequence[int]) -> list[Mapping[int, float]]:
+            ids = [*prompt, *completion]
+            return read_prompt_logprobs(self._scored(server, self.model, ids, top_k), ids, len(prompt))
+
+        return self._all([partial(ask, prompt=p, completion=c) for p, c in sequences], report=False)
 
     def load_policy(self, version: int) -> None:
         """Bring a version to every server that is well; one that comes back later gets it before its first request.
@@ -183,10 +202,14 @@ class VllmSampler:
 
     def _score(self, server: Server, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         ids = [*prompt, *completion]
-        body = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        return read_prompt_logprobs(server.ask("/v1/completions", body), ids, len(prompt))
+        found = read_prompt_logprobs(self._scored(server, self.name, ids, 0), ids, len(prompt))
+        return [logprobs[token] for token, logprobs in zip(completion, found, strict=True)]
 
-    def _score_on(self, server: Server, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def _scored(self, server: Server, model: str, ids: Sequence[int], count: int) -> Any:
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+        return server.ask("/v1/completions", body)
+
+    def _score_on(self, server: Server, sequences: Sequence[Scored]) -> list[list[float]]:
         return [self._score(server, prompt, completion) for prompt, completion in sequences]
 
     def _on_a_server(self, work: Callable[[Server], Any]) -> Any:
@@ -364,7 +387,7 @@ class VllmSampler:
             raise ModelError(f"{server.url} {problem}; set train.sync.mode: adapter, or use a server of your own")
 
     def _is_own(self, name: str) -> bool:
-        return re.fullmatch(re.escape(self.namespace) + r"-v\d+", name) is not None
+        return re.fullmatch(re.escape(self.namespace) + r"(\.[0-9a-f]+)?-v\d+", name) is not None
 
     def switch(self, mode: Mode) -> None:
         """Have every server as it was at its start, without a policy, and bring the next one in this way."""

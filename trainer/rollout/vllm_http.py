@@ -15,7 +15,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -201,17 +201,27 @@ def read_answer(said: Any, prompt: Sequence[int], cap: int, eos_token_ids: Seque
     return Answer(tuple(ids), tuple(values), "stop" if ended else "length")
 
 
-def read_prompt_logprobs(said: Any, ids: Sequence[int], first: int) -> list[float]:
-    """Return the log-probs of the tokens from position `first` on, of an answer to `prompt_logprobs`.
+def read_prompt_logprobs(said: Any, ids: Sequence[int], first: int) -> list[Mapping[int, float]]:
+    """Return the log-probs by token id, the token's own among them, at every position from `first` on.
+
+    Args:
+        said: the JSON of /v1/completions with `prompt_logprobs`.
+        ids: the prompt that was sent.
 
     Raises:
-        Garbled: they are not all there.
+        Garbled: they are not all there, or not finite.
     """
     try:
-        found = said["choices"][0]["prompt_logprobs"]
-        return [float(found[i][str(ids[i])]["logprob"]) for i in range(first, len(ids))]
+        found: list[Mapping[int, float]] = [
+            {int(token): float(fact["logprob"]) for token, fact in here.items()}
+            for here in said["choices"][0]["prompt_logprobs"][first : len(ids)]
+        ]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise Garbled(f"no log-prob for every token of a prompt ({type(error).__name__}: {str(error)[:100]})") from None
+        raise Garbled(f"no log-probs of a prompt ({type(error).__name__}: {str(error)[:100]})") from None
+    own = [row.get(token, math.nan) for token, row in zip(ids[first:], found, strict=False)]
+    if len(own) != len(ids) - first or not all(math.isfinite(value) for value in own):
+        raise Garbled("no finite log-prob for every token of a prompt")
+    return found
 
 
 def hint(refused: Refused, path: str) -> str:

@@ -10,6 +10,7 @@ go to others. It ends when the learner ends, and on SIGTERM at once: what it was
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import CampaignConfig
-from trainer.errors import ConfigError, StalledError, StopRequested
+from trainer.errors import StalledError, StopRequested
 from trainer.experience.pool import Order, Pool
 from trainer.files import sha256_text
 from trainer.metrics import RunWriter
@@ -32,11 +33,11 @@ from trainer.reward import build_verifier
 from trainer.rollout.follower import Follower, FollowingSampler
 from trainer.rollout.quantised import write_quantised
 from trainer.rollout.sync_choice import choose, measure_both, table
-from trainer.rollout.vllm import VllmSampler, introduce
+from trainer.rollout.vllm import VllmSampler
 from trainer.rollout.vllm_http import Server
-from trainer.rollout.vllm_server import SHARE_OF_START, VllmServer
+from trainer.rollout.vllm_server import VllmServer, running_servers
 from trainer.schedule.judge import group, judge
-from trainer.schedule.sampler_process import Assignment
+from trainer.schedule.sampler_process import STARTING, Assignment
 from trainer.schedule.terms import (
     LEARNER,
     POLICIES,
@@ -89,10 +90,11 @@ class SamplerLoop:
         self.name, self.config, self.pool, self.follower, self.book, self.crew = name, config, pool, follower, book, crew
         self.writer, self.parent_pid = writer, parent_pid
         self.terms, self.num_groups = make_terms(config.train), groups_per_claim(config.train)
-        self.deadline_seconds = config.train.watchdog.deadline_seconds
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
         self.server: VllmServer | None = None  # ends with this process
         self._beat_at, self._finished = 0.0, 0
+        self._learner_beat: float | None = None
+        self._learner_seen = 0.0  # when that changed, by the clock of this process: the pool's may jump
         follower.on_progress(self._on_progress)
 
     def run(self) -> None:
@@ -184,17 +186,21 @@ class SamplerLoop:
         """Give a sign of life, and keep the claims, at most once a second unless it is due now."""
         if now or time.monotonic() - self._beat_at >= _BEAT_SECONDS:
             self._beat_at = time.monotonic()
+            self.writer.heartbeat(doing)  # first: this one waits for no lock
             self.pool.renew()
             self.pool.beat("sampler", doing, self.follower.version, mismatch=self.follower.mismatch, **self.facts)
-            self.writer.heartbeat(doing)
 
     def _check_learner(self) -> None:
-        """Stop when the learner, which is waited for, has been silent for too long."""
+        """Stop when the learner, which is waited for, has been silent for longer than it may have to wait for the pool."""
         learner = next((worker for worker in self.pool.workers() if worker.id == LEARNER), None)
-        if learner is not None and learner.age_seconds > self.deadline_seconds:
+        if learner is None or learner.beat_at != self._learner_beat:
+            self._learner_beat, self._learner_seen = learner.beat_at if learner else None, time.monotonic()
+            return
+        silent = time.monotonic() - self._learner_seen
+        if silent > self.pool.database.patience_seconds:
             raise StalledError(
                 f"the learner (pid {learner.pid} on {learner.host}, last seen {learner.doing})",
-                f"has given no sign of life for {learner.age_seconds:.0f} s",
+                f"has given no sign of life for {silent:.0f} s",
                 "start the run again: it goes on from its checkpoint and its pool",
             )
 
@@ -218,9 +224,13 @@ def build(assignment: Assignment, config: CampaignConfig, writer: RunWriter) -> 
     def lost(reason: str) -> None:
         writer.event("warning", f"lost the pool's database and tries again: {reason}")
 
-    pool = Pool(
-        open_database(train, run, lost), assignment.identity, book.by_id, assignment.name, train.watchdog.deadline_seconds
-    )
+    def waiting(reason: str) -> None:
+        writer.heartbeat(f"waiting for the pool: {reason}")
+        if assignment.parent_pid and os.getppid() != assignment.parent_pid:
+            raise StopRequested("the learner is gone")
+
+    database = open_database(train, run, lost, waiting)
+    pool = Pool(database, assignment.identity, book.by_id, assignment.name, train.watchdog.deadline_seconds)
     pool.release(assignment.name)
     tokenizer = load_tokenizer(Path(assignment.base))
     base = load_model(Path(assignment.base), config.base.dtype, config.machine.device)
@@ -250,16 +260,13 @@ def build_vllm(
     deadline = train.watchdog.deadline_seconds
     server: VllmServer | None = None
     if vllm.urls:
-        key = bearer_token(vllm.token_variable)
-        servers = [Server(url, deadline, key) for url in vllm.urls]
-        limit = train.watchdog.start_seconds * SHARE_OF_START
-        model = introduce(servers, vllm.model, limit, lambda: writer.heartbeat("waiting for vLLM"))
+        servers, model = running_servers(config, lambda: writer.heartbeat(f"{STARTING}: waiting for vLLM"))
     else:
         backbone = quantised_backbone(assignment, config, base, writer)
         caps = [stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages]
-        fp8 = "fp8" if train.sampler.quantization == "fp8" and backbone == base else ""
-        server = VllmServer(config, backbone, assignment.directory, longest_prompt + max(caps), assignment.threads, fp8)
-        server.wait(lambda: writer.heartbeat("starting vLLM"))
+        more = {"--quantization": "fp8"} if train.sampler.quantization == "fp8" and backbone == base else {}
+        server = VllmServer(config, backbone, assignment.directory, longest_prompt + max(caps), more, assignment.threads)
+        server.wait(lambda: writer.heartbeat(f"{STARTING} vLLM"))
         servers, model = [Server(server.url, deadline)], server.name
     sampler = VllmSampler(
         servers,
@@ -272,6 +279,7 @@ def build_vllm(
         assignment.directory / "merged",
         config.merge.max_shard_bytes,
         namespace=f"{config.campaign.name}-{sha256_text(assignment.run)[:8]}-{assignment.name}",
+        life=secrets.token_hex(3),
         vocabulary=vocabulary,
         shared=server is None,
         ended=server.ended if server is not None else lambda: None,
@@ -286,19 +294,10 @@ def quantised_backbone(assignment: Assignment, config: CampaignConfig, base: Pat
     on_gpu = config.machine.device != "cpu" and torch.cuda.is_available()
     if kind == "none" or (kind == "fp8" and on_gpu):
         return base
-    writer.heartbeat("quantising the backbone")
+    writer.heartbeat(f"{STARTING}: quantising the backbone")
     if not on_gpu:
         writer.event(
             "warning", f"no GPU here, where vLLM puts no adapter on {kind} matrices: it gets them rounded to {kind} and back"
         )
     target = assignment.directory / f"backbone-{kind}"
     return write_quantised(base, target, kind, not on_gpu, config.merge.max_shard_bytes)
-
-
-def bearer_token(variable: str | None) -> str:
-    """Return what stands in the environment variable for the servers' key."""
-    if variable is None:
-        return ""
-    if not os.environ.get(variable):
-        raise ConfigError("train.sampler.vllm.token_variable", variable, "is empty or not set in the environment; set it")
-    return os.environ[variable]

@@ -378,7 +378,7 @@ def test_the_command_line_says_what_the_recipe_says(tmp_path: Path) -> None:
         assert part in line
     assert "--logprobs-mode processed_logprobs" in line
     assert "--flag" in line.split()
-    assert "--quantization fp8" in " ".join(arguments(config, tmp_path, 8123, 96, quantise="fp8"))
+    assert "--quantization fp8" in " ".join(arguments(config, tmp_path, 8123, 96, more={"--quantization": "fp8"}))
     for mode, with_adapters in (("merge", False), ("auto", True)):
         other = validate(lay_over(CONFIG, {"train": {"sync": {"mode": mode}}}))
         assert ("--enable-lora" in arguments(other, tmp_path, 1, 96)) == with_adapters
