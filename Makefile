@@ -69,7 +69,7 @@ reference: $(VENV)/.installed  ## write docs/reference.md, every key of a campai
 	$(BIN)/python -m trainer.config.reference > docs/reference.md
 
 docs-check: setup  ## run every command that README.md and docs/ show, and check their links
-	$(BIN)/python -m tests.docs
+	$(BIN)/python -m tests.documentation
 
 format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .

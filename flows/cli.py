@@ -2,7 +2,9 @@
 
 plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
-sweep             many of them that differ in some keys
+sweep             many of them that differ in some keys  compare     runs side by side
+doctor            what ails a run                        lineage     where a result comes from
+promote           a model into MLflow's registry         export      a model for transformers or vLLM
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
@@ -15,6 +17,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +29,8 @@ from flows.workspaces import resolve_config, resolve_workspace
 from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
 from tasks.search import Kind
-from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import ModelError, TitheError, name_os_error
+from tasks.workspace import REPOSITORY, Workspace, replayable
+from trainer.errors import ConfigError, ModelError, TitheError, name_os_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,6 +71,13 @@ def find(
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return resolve_workspace(config, run_directory, root, stages or "")
+
+
+def must_be_begun(workspace: Workspace, command: str) -> None:
+    """Raise ConfigError when a command is for a run that is there, and there is none."""
+    if not (workspace.run / "config.json").exists():
+        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
+        raise ConfigError(command, str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
 
 
 @app.command()
@@ -117,12 +127,9 @@ def resume(
     Example: tithe resume recipes/smollm2.yaml
     """
     from flows.start import run_campaign
-    from trainer.errors import ConfigError
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    if not (workspace.run / "config.json").exists():
-        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
-        raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
+    must_be_begun(workspace, "resume")
     run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
 
 
@@ -183,6 +190,102 @@ def sweep(
     spec = Spec(kind, tuple(axes), random or optuna, seed, objective, prune)
     asked = Asked(spec, Path(recipes[0]) if recipes else None, tuple(overrides or ()), workers, name, root, stages or "")
     run_sweep(asked, plain, not no_tracking, context.obj, fork)
+
+
+class Engine(StrEnum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(help="A run id or directory, a workspace (its newest run), a sweep (its best).", metavar="RUN"),
+]
+
+
+@app.command()
+def compare(
+    words: Annotated[list[str], typer.Argument(help="Runs, or a sweep (all its trials).", metavar="RUN...|SWEEP")],
+    objective: Annotated[str, typer.Option(help="Metric of training whose last value ranks the runs.")] = "heldout/reward_mean",
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; default: compare.html in the sweep, else here.")] = None,
+    from_mlflow: Annotated[bool, typer.Option("--mlflow", help="Read what MLflow holds of them instead of their files.")] = False,
+) -> None:
+    """Lay runs side by side: the keys in which they differ, what each reached, their curves on one page.
+
+    Examples:
+
+    tithe compare campaigns/quickstart-grid-1a2b3c
+
+    tithe compare quickstart-1a2b3c4d quickstart-5e6f7a8b --objective reward/mean
+    """
+    from flows.look import compare_runs
+
+    compare_runs(words, objective, html, from_mlflow)
+
+
+@app.command()
+def doctor(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say whether a run is healthy, or what ails it: where, on what evidence, and which knob to turn.
+
+    Exit code 0 for healthy, 1 for findings.
+
+    Example: tithe doctor quickstart-1a2b3c4d
+    """
+    from flows.look import show_health
+
+    raise typer.Exit(show_health(run, as_json))
+
+
+@app.command()
+def lineage(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, with whole hashes.")] = False,
+) -> None:
+    """Show where a result comes from: data, base, anchors, configuration, code, environment, policy, evaluation, with hashes.
+
+    Example: tithe lineage quickstart-1a2b3c4d
+    """
+    from flows.look import show_lineage
+
+    show_lineage(run, as_json)
+
+
+@app.command()
+def promote(
+    run: RunArgument,
+    metric: Annotated[str, typer.Option(help="Of the evaluation: its gain over the base decides.")] = "pass@1",
+    margin: Annotated[float, typer.Option(min=0, help="Least gain, in the metric's unit: 0.02 is two points of pass@1.")] = 0.0,
+    name: Annotated[str, typer.Option(help="Of the registered model; default: the campaign's.")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="Register it although the gate refuses; no champion then.")] = False,
+) -> None:
+    """Register a run's model in MLflow, with evaluation and lineage, when it beats the base beyond chance.
+
+    The gate: the lower end of the paired bootstrap interval of the metric's gain lies above the margin.
+
+    Example: tithe promote quickstart-1a2b3c4d --margin 0.02
+    """
+    from flows.look import promote_run
+
+    promote_run(run, metric, margin, name, anyway)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    directory: Annotated[Path, typer.Argument(help="New or empty, or an earlier export.", metavar="DIR")],
+    engine: Annotated[Engine, typer.Option("--for", help="Which engine will load it.")] = Engine.transformers,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, beside its base.")] = False,
+) -> None:
+    """Write a run's model where plain transformers or vLLM loads it, and print what to type then.
+
+    Example: tithe export quickstart-1a2b3c4d models/adder --for vllm
+    """
+    from flows.look import export_run
+
+    export_run(run, directory, engine.value, adapter)
 
 
 @app.command()
@@ -253,11 +356,12 @@ def initialise() -> None:
 
 
 @app.command()
-def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -> None:
+def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
     """Send what an unreachable MLflow missed. `run` does that by itself; this is for when nothing is left to run."""
     from tasks.tracking import main as track
 
-    workspace = find(recipe, overrides, None, root, None)
+    workspace = find(recipe, overrides, None, root, stages)
+    must_be_begun(workspace, "sync")
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
 
 
@@ -269,6 +373,7 @@ def replay(
 
     Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
     """
+    replayable(run)
     from rich.progress import Progress
 
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:

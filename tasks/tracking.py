@@ -24,20 +24,21 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
 from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
-from trainer.errors import TitheError
+from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
-from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
 from trainer.processes import importing
 
 SIDECAR = "mlflow.json"
@@ -45,18 +46,7 @@ PARENT_TRACKS = "TITHE_PARENT_TRACKS"
 LOG = "stage.log"
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
 MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
-TRIAL_CURVES = frozenset(
-    {
-        "reward/mean",
-        "heldout/accuracy",
-        "heldout/reward_mean",
-        "kl/mean",
-        "entropy",
-        "grad/norm",
-        "completion/length_mean",
-        "throughput/samples_per_second",
-    }
-)  # what is compared between trials lies on the trial's own run, so that MLflow's comparison shows it
+TRIAL_CURVES = frozenset(CHARTS)  # they lie on a trial's own run too, so that MLflow's comparison of trials shows them
 _INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
 _PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
 CLOSE_SECONDS = 60.0
@@ -142,6 +132,7 @@ class Sidecar:
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
     curve: Cursor = field(default_factory=Cursor)  # of a trial: how far its train stage's curves were sent to its own run
 
@@ -169,9 +160,17 @@ def is_behind(place: Path) -> bool:
             continue
         if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
             return True
-        if read_new(directory / METRICS, sidecar.cursor)[0]:
+        if read_new(directory / METRICS, sidecar.cursor)[0] or alarm_tags(directories(directory)) != sidecar.alarms:
             return True
     return False
+
+
+def alarm_tags(places: Sequence[Path]) -> dict[str, str]:
+    """Return the tags of the alarms in some run directories: `alarm.<signal>` with the last one of each, `alarms` with all."""
+    lines = [line for place in places for line in read_lines(place / EVENTS) if line["kind"] == "alarm"]
+    tags = {f"alarm.{line.get('signal', 'other')}": f"step {line['step'] or 0}: {line['reason']}" for line in lines}
+    names = sorted(name.removeprefix("alarm.") for name in tags)
+    return tags | {"alarms": ", ".join(names)} if tags else {}
 
 
 def runs_of(place: Path) -> list[Path]:
@@ -260,7 +259,7 @@ class Mirror:
             self._sync(run)
 
     def _sync(self, run: Path) -> None:
-        with self._named(), wait_for(run / ".mlflow.lock"):
+        with its_turn(run), self._named():
             campaign = truth(run)
             if campaign is None:
                 return
@@ -293,6 +292,12 @@ class Mirror:
         sidecar.cursor = self._ship(directory / METRICS, sidecar.run_id, sidecar.cursor)
         if record.parent:
             sidecar.curve = self._ship(directory / "train" / METRICS, sidecar.run_id, sidecar.curve, TRIAL_CURVES)
+        alarms = alarm_tags(directories(directory))
+        if sidecar.alarms != alarms:
+            self._client.log_batch(sidecar.run_id, tags=[self._tag(clean_key(k), as_value(v)) for k, v in alarms.items()])
+            for name in sidecar.alarms.keys() - alarms.keys():  # of steps that a resumed stage takes again
+                self._client.delete_tag(sidecar.run_id, clean_key(name))
+            sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)
@@ -365,6 +370,71 @@ class Mirror:
             assert record.ended is not None
             self._client.set_terminated(run_id, status=record.status, end_time=int(record.ended * 1000))
 
+    def register(
+        self, run: Path, name: str, place: Path, tags: dict[str, str], story: str, scores: dict[str, float], champion: bool
+    ) -> tuple[int, bool]:
+        """Make an artifact a version of a registered model, unless the same content is one already.
+
+        Args:
+            run: run directory of the campaign, which was sent before.
+            place: the artifact; its bytes stay there.
+            story: where it comes from, for people.
+            scores: of the evaluation, bound to the version's model.
+            champion: whether the alias `champion` moves to it.
+
+        Returns:
+            The version's number, and whether it was there.
+        """
+        import mlflow
+        from mlflow.entities import Metric
+
+        sidecar = Sidecar.read(run)
+        with self._named(), wait_for(state_directory() / "registry.lock"):
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.set_registry_uri(self.uri)
+            if not self._client.search_registered_models(f"name = '{name}'"):
+                self._client.create_registered_model(name, description="Promoted by `tithe promote`; the bytes are DVC's.")
+            known = self._client.search_model_versions(f"name = '{name}'")
+            same = [version for version in known if version.tags.get("content_sha256") == tags["content_sha256"]]
+            if same:
+                number = int(same[0].version)
+            else:
+                model = mlflow.create_external_model(
+                    name=clean_key(f"{name}-{place.name}"),
+                    source_run_id=sidecar.run_id,
+                    experiment_id=sidecar.experiment_id,
+                    tags=tags,
+                    model_type="merged" if place.name == "merged" else "adapter",
+                )
+                moment = int(time.time() * 1000)
+                metrics = [Metric(clean_key(key), value, moment, 0, model.model_id) for key, value in scores.items()]
+                self._client.log_batch(sidecar.run_id, metrics=metrics)
+                version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
+                number = int(version.version)
+                self._client.update_model_version(name, str(number), description=story)
+            if champion:
+                self._client.set_registered_model_alias(name, "champion", str(number))
+        return number, bool(same)
+
+    def row(self, run: Path) -> Row:
+        """Return what MLflow holds of one run."""
+        sidecar, stage = Sidecar.read(run), Sidecar.read(run / "train")
+        if not sidecar.run_id or sidecar.uri != self.uri:
+            raise DataError(str(run), f"MLflow at {self.uri} has nothing of it; `tithe sync` sends it")
+        with self._named():
+            found = self._client.get_run(sidecar.run_id)
+            curved = sidecar.run_id if found.data.tags.get("trial") else stage.run_id
+            names = self._client.get_run(curved).data.metrics if curved else {}
+            curves = {
+                name: [(float(point.step), point.value) for point in self._client.get_metric_history(curved, name)]
+                for name in TRIAL_CURVES & set(names)
+            }
+        final = {key.removeprefix("final/"): value for key, value in found.data.metrics.items() if key.startswith("final/")}
+        params = {key: value for key, value in found.data.params.items() if not key.startswith("sweep.")}
+        ended = self._client.get_run(stage.run_id).info if stage.run_id else None
+        seconds = (ended.end_time - ended.start_time) / 1000 if ended and ended.end_time else None
+        return Row(found.info.run_name, found.info.status.lower(), params, curves, final, seconds)
+
     def _upload(self, directory: Path, run_id: str, record: Record, files: list[Record]) -> None:
         for name in ("config.json", EVENTS, RESULT, LOG):
             path = directory / name
@@ -381,6 +451,24 @@ class Mirror:
             for path in [folder / "manifest.json", *(small_files(folder) if wanted else ())]:
                 inside = str(Path(folder.name) / path.relative_to(folder).parent)
                 self._client.log_artifact(run_id, str(path), inside)
+
+
+@contextmanager
+def its_turn(run: Path) -> Iterator[None]:
+    """Wait until nobody else sends a run directory.
+
+    Raises:
+        TrackingError: nothing can be written there.
+    """
+    with ExitStack() as turn:
+        try:
+            turn.enter_context(wait_for(run / ".mlflow.lock"))
+        except OSError as error:
+            raise TrackingError(
+                f"{run} cannot be written to ({error.strerror}), and what MLflow has is noted there; "
+                "make it writable for this user, or sync a copy of its workspace (--workspace)"
+            ) from error
+        yield
 
 
 class _Named:
@@ -406,6 +494,16 @@ def small_files(folder: Path) -> Iterator[Path]:
         if size <= MAX_FILE_BYTES and total + size <= MAX_ARTIFACT_BYTES:
             total += size
             yield path
+
+
+def read_rows(runs: list[Path]) -> list[Row]:
+    """Return what MLflow holds of some runs, for comparison: a trial's curves are its own, a campaign's those of its train stage.
+
+    Raises:
+        TrackingError: MLflow cannot be reached. DataError: a run was never sent to it.
+    """
+    mirror = Mirror(tracking_uri())
+    return [mirror.row(run) for run in runs]
 
 
 # --- a session: what a stage by hand, or under `dvc repro`, does for itself ----------------------------------------------
@@ -522,9 +620,9 @@ def listen(timeout_seconds: float) -> bytes | None:
 
 def yield_to_work() -> None:
     """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
-    os.nice(10)
+    os.nice(5)
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text("10", encoding="utf-8")
+        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:

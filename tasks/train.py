@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -46,10 +46,8 @@ from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
-from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
-from trainer.schedule.colocated import ColocatedSchedule
 from trainer.schedule.preflight import look, record
-from trainer.schedule.stop import deferred_stop
+from trainer.schedule.stop import StopWish, deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
 from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
@@ -121,7 +119,8 @@ def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engi
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
-        store = open_anchors(paths.inputs["anchors"], origin_of(read_manifest(paths.inputs["base"]) or {}))
+        made_by = origin_of(read_manifest(paths.inputs["base"]) or {})
+        store = open_anchors(paths.inputs["anchors"], made_by, train.sampling.temperature)
         kl = train.algorithm.kl
         anchors = AnchorTerm(store, kl.anchor_batch_size, train.batch.micro_batch_tokens, seed, kl.direction)
     return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths))
@@ -223,6 +222,8 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """
     place = Run(paths.run, paths.identity)
     if config.train.schedule != "sync" and (paths.run / RESULT).exists():
+        from trainer.schedule.asynchronous import forget_experience
+
         forget_experience(config, place)
     begin_anew_after_success(place)
     verifier = build_verifier(config.reward)  # first: its workers start while the model loads
@@ -249,20 +250,36 @@ def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, pl
         guard = build_guard(config, paths, learner, sampler, prompts, eos)
         crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos, guard)
         with deferred_stop() as wish:
-            look_first = first_look(config, crew, policy)
-            if train.schedule == "async":
-                places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
-                AsyncSchedule(config, crew, place, wish, places, look_first).run()
-            elif train.schedule == "colocated":
-                ColocatedSchedule(config, crew, place, wish, look_first).run()
-            else:
-                SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
+            choose_schedule(config, crew, paths, place, wish, first_look(config, crew, policy)).run()
     finally:
         sampler.close()
     policy.save(paths.out, tokenizer)
     clear_tiers(policy, learner)
     curve = write_curve(paths.run, paths.out / CURVE)
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
+
+
+class Runs(Protocol):
+    """A schedule, ready to run."""
+
+    def run(self) -> None: ...
+
+
+def choose_schedule(
+    config: CampaignConfig, crew: Crew, paths: StagePaths, place: Run, wish: StopWish, look_first: Callable[[RunWriter], None]
+) -> Runs:
+    """Return the schedule that the configuration asks for; those with a pool import SQLAlchemy, so they are imported here."""
+    train = config.train
+    if train.schedule == "async":
+        from trainer.schedule.asynchronous import AsyncSchedule, Places
+
+        places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
+        return AsyncSchedule(config, crew, place, wish, places, look_first)
+    if train.schedule == "colocated":
+        from trainer.schedule.colocated import ColocatedSchedule
+
+        return ColocatedSchedule(config, crew, place, wish, look_first)
+    return SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,22 @@ def _file_digest(path: Path, size_bytes: int, changed_ns: int) -> str:
     return sha256_file(path)
 
 
+def replayable(run: Path) -> CampaignConfig:
+    """Return the configuration of a run with an experience pool: what `tithe replay` asks before it loads anything heavy.
+
+    Raises:
+        ConfigError: it is no run directory, or that of a sync run.
+    """
+    try:
+        config = validate(read_json(run / "config.json"))
+    except (OSError, ValueError) as error:
+        why = "" if isinstance(error, FileNotFoundError | NotADirectoryError) else f" ({first_line(error)})"
+        raise ConfigError("RUN", str(run), f"is no run directory{why}; name one, for example runs/<campaign>-<hash>") from None
+    if config.train.schedule == "sync":
+        raise ConfigError("RUN", str(run), "was a sync run, so it has no pool; it is repeated with `tithe run`")
+    return config
+
+
 @dataclass(frozen=True)
 class Workspace:
     root: Path

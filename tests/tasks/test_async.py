@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError, ProgrammingError
@@ -24,6 +25,7 @@ from tasks.registry import get_stage
 from tasks.replay import replay_run
 from tasks.stage import run_stage
 from tasks.workspace import REPOSITORY, Workspace
+from trainer.anchors.store import build_anchors
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
 from trainer.errors import MismatchError, StopRequested
@@ -37,7 +39,7 @@ from trainer.schedule.terms import pool_url
 pytestmark = pytest.mark.smoke
 
 END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
-STEPS, GROUPS, LAG = 12, 4, 4
+STEPS, GROUPS, LAG = 16, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
     "prepare": {
@@ -56,13 +58,18 @@ TREE: dict[str, Any] = {
         "source": "scratch",
         "scratch": {"alphabet": "0123456789+-()=", "hidden_size": 32, "num_layers": 1, "steps": 40, "decay_steps": 10},
     },
-    "anchors": {"num_prompts": 0},
+    "anchors": {"num_prompts": 8, "top_k": 4, "refresh_every": 4, "audit_every": 6, "max_drift": 0.0},
     "train": {
         "method": "lora",
         "schedule": "async",
         "lora": {"rank": 4, "alpha": 8},
         "optimizer": {"learning_rate": 1e-3},
-        "batch": {"prompts_per_step": GROUPS, "group_size": 4, "minibatches": 2},
+        "batch": {
+            "prompts_per_step": GROUPS,
+            "group_size": 4,
+            "minibatches": 2,
+            "micro_batch_tokens": 16,  # slow steps, so that a test can act between two of them
+        },  # slow steps, to be caught between
         "sampling": {"max_completion_tokens": 4},
         "sampler": {"slots": 16, "groups_per_claim": 2},
         "sync": {"sync_every": 2, "max_policy_update_lag": LAG},
@@ -74,6 +81,9 @@ TREE: dict[str, Any] = {
     "preflight": {"num_prompts": 0},
     "machine": {"device": "cpu", "threads": 2},
 }
+
+
+ANCHORED: dict[str, Any] = {"train": {"algorithm": {"kl": {"reference": "anchors", "anchor_batch_size": 4}}}}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +144,10 @@ class Trial:
         """Hold the pool's lock from when so many steps are in the log, so that the run cannot go on, or end, inside the block."""
         url = make_url(pool_url(self.config.train, self.run))
         sqlite = url.drivername == "sqlite"
-        engine = create_engine(url if sqlite else url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+        options: dict[str, Any] = {"connect_args": {"timeout": 0}} if sqlite else {}
+        engine = create_engine(
+            url if sqlite else url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT", **options
+        )
         schema = "" if sqlite else f"{self.schema()}."
         lock = "SELECT 1" if sqlite else f"SELECT 1 FROM {schema}cursor FOR UPDATE"
         self.wait(lambda: not sqlite or Path(str(url.database)).exists())
@@ -152,7 +165,7 @@ class Trial:
                     connection.execute(text("ROLLBACK"))
                 return False
 
-            self.wait(held)
+            self.wait(held, 0.01)
             yield connection
             connection.execute(text("ROLLBACK"))
         engine.dispose()
@@ -162,13 +175,13 @@ class Trial:
         database.close()
         return database.schema
 
-    def wait(self, ready: Callable[[], object]) -> None:
+    def wait(self, ready: Callable[[], object], pause_seconds: float = 0.02) -> None:
         end = time.monotonic() + 600
         while not ready():
             assert self.process is not None
             assert self.process.poll() is None, (self.root / "log").read_text()
             assert time.monotonic() < end, (self.root / "log").read_text()
-            time.sleep(0.02)
+            time.sleep(pause_seconds)
 
     def sampler_pid(self, name: str = "s0") -> int | None:
         pool = self.pool()
@@ -229,7 +242,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Callable[..., Trial]) -> None:
-    trial = make_trial({"train": {"heldout": {"every_steps": 6, "num_prompts": 8}}})
+    trial = make_trial(lay_over(ANCHORED, {"train": {"heldout": {"every_steps": 6, "num_prompts": 8}}}))
     trial.start()
     trial.finish()
     trial.check_log()
@@ -245,6 +258,8 @@ def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Cal
         assert lines[step]["mismatch/probe"] < 1e-4
     assert max(lines[step]["lag/max"] for step in range(1, STEPS + 1)) > 0
     assert "heldout/accuracy" in lines[6]
+    assert [event["step"] for event in trial.events("refresh")] == [4, 8]
+    assert {lines[step]["memory/reference_bytes"] for step in range(1, STEPS + 1)} == {0.0}
     facts = replay_run(trial.workspace.run)
     assert facts["identical"]
     assert facts["artifact_identical"]
@@ -255,6 +270,39 @@ def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Cal
         connection.execute(text("UPDATE samples SET reward = 5.0 WHERE group_id = 1 AND position = 0"))
     engine.dispose()
     assert not replay_run(trial.workspace.run)["identical"]
+
+
+def test_a_refresh_does_not_stop_the_samplers(make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner makes anchors only after it has seen groups come in that were sampled since it began to."""
+    longer = {"train": {"stages": [{"steps": 500}], "sync": {"max_policy_update_lag": 1000}}}
+    trial, build, come = make_trial(lay_over(lay_over(ANCHORED, {"anchors": {"refresh_every": 1}}), longer)), build_anchors, []
+
+    def delivered() -> int:
+        pool = trial.pool()
+        try:
+            counts = pool.counts()
+        finally:
+            pool.close()
+        return sum(counts.get(state, 0) for state in ("ready", "learning", "consumed"))
+
+    def build_late(*args: Any, **options: Any) -> Any:
+        before, end = delivered(), time.monotonic() + 300
+        while delivered() < before + 3 * GROUPS:
+            assert time.monotonic() < end, "no sampler delivers while anchors are made"
+            time.sleep(0.05)
+        come.append(before)
+        if len(come) == 2:
+            raise StopRequested("seen enough")
+        return build(*args, **options)
+
+    threads = torch.get_num_threads()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.anchors.guard.build_anchors", build_late)
+            with pytest.raises(StopRequested, match="seen enough"):
+                run_stage(trial.workspace, get_stage("train"))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[..., Trial]) -> None:
@@ -290,13 +338,13 @@ def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(
 def test_a_killed_learner_goes_on_to_the_same_bits_and_its_samplers_end_with_it(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     process = trial.start()
-    with trial.held_at_step(8):  # past the checkpoint of step 5
+    with trial.held_at_step(7):  # past the checkpoint of step 5
         pid = trial.sampler_pid()
         assert pid is not None
         process.kill()
         process.wait()
     before = trial.steps()
-    assert 8 <= len(before) < STEPS
+    assert 7 <= len(before) < STEPS
     end = time.monotonic() + 300
     while is_alive(pid):
         assert time.monotonic() < end

@@ -23,6 +23,7 @@ Scalar = bool | int | float | str
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+WIDEST_FIELD = 4096  # characters that a prompt template may pad a field to
 
 
 class Refusal(ValueError):
@@ -89,9 +90,13 @@ class PromptSource(Section):
     @classmethod
     def _is_template(cls, value: str) -> str:
         try:
-            names = [name for _, name, _, _ in Formatter().parse(value) if name is not None]
+            parts = [(name, spec or "") for _, name, spec, _ in Formatter().parse(value) if name is not None]
         except ValueError as error:
             raise ValueError(f"is no format string ({error}); double the braces that are text") from None
+        names = [name for name, _ in parts]
+        for name, spec in parts:
+            if "{" in spec or any(int(number) > WIDEST_FIELD for number in re.findall(r"\d{1,20}", spec)):
+                raise ValueError(f"has the format {spec!r} on {name!r}; a width is a number of at most {WIDEST_FIELD} characters")
         if not names or not all(re.match(r"[^\W\d]", name) for name in names):
             raise ValueError("needs a field of the row by its name, for example {question}; double the braces that are text")
         return value
@@ -244,6 +249,9 @@ class Anchors(Section):
     """An audit makes anchors anew where the two KLs part by more than this share of the exact one,"""
     audit_absolute: Annotated[float, Field(ge=0)] = 0.02
     """and by more than so many nats a token."""
+
+    keep: Count = 5
+    """Newest versions kept on the disk, beside those that a checkpoint names."""
 
     @model_validator(mode="after")
     def _check(self) -> Anchors:
