@@ -139,7 +139,6 @@ class SamplerLoop:
 
     def _fulfil(self, orders: Sequence[Order]) -> None:
         """Sample some groups of one RL stage after the other, and have them judged and delivered meanwhile."""
-        train = self.config.train
         for stage in sorted({order.stage for order in orders}):
             mine = [order for order in orders if order.stage == stage]
             requests = [request for order in mine for request in self.book.requests(order)]
