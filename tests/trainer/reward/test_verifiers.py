@@ -16,6 +16,7 @@ from trainer.config.schema import Reward, RewardPart
 from trainer.errors import ConfigError, DataError
 from trainer.reward import build_verifier, summarise
 from trainer.reward.pool import Nursery, NurseryChannel, Pool
+from trainer.reward.summary import part_shares
 from trainer.types import AnswerText, Prompt, Verdict, Verifier
 
 
@@ -205,6 +206,7 @@ def test_verdicts_become_metrics() -> None:
     assert metrics["reward/part_a_status_timeout_fraction"] == 0.5
     assert metrics["reward/judge_seconds_mean"] == pytest.approx(0.2)
     assert metrics["reward/judge_seconds_max"] == pytest.approx(0.3)
+    assert part_shares(verdicts) == {"part_a_ok_fraction": 0.5, "part_b_ok_fraction": 0.5}
 
 
 def test_many_answers_keep_their_order_over_many_workers() -> None:
