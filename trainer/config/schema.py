@@ -307,6 +307,12 @@ class Optimizer(Section):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Of `stateless`, where weights are stored as bfloat16. `nearest` loses most of a small step, and is there to show it."""
 
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where adamw's two moments lie between steps: on the device, in host memory, or in files of the run directory. Costs time,
+    and is refused below half a billion trained parameters."""
+    offload_small: bool = False
+    """Offload even so."""
+
     @property
     def clips(self) -> str:
         return self.clipping or ("global" if self.kind == "adamw" else "per_layer")
@@ -315,6 +321,8 @@ class Optimizer(Section):
     def _check(self) -> Optimizer:
         if self.kind == "adamw" and self.clips != "global":
             refuse("clipping", self.clipping, "adamw keeps all gradients, so their global norm is known; set clipping: global")
+        if self.kind == "stateless" and self.offload != "none":
+            refuse("offload", self.offload, "stateless keeps no state that could be moved; set none")
         if self.kind == "stateless" and self.clips == "global":
             refuse("clipping", "global", "stateless drops each gradient at once; set two_pass (exact), previous or per_layer")
         return self
@@ -681,6 +689,8 @@ class Train(Section):
             refuse("activation_checkpointing", True, "layer by layer, activations are always recomputed; leave it out")
         if self.layer_major and self.method == "lora" and self.lora.dropout:
             refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
+        if tiered and self.optimizer.offload != "none":
+            refuse("optimizer.offload", self.optimizer.offload, "with tiered weights the adapter's state stays; set none")
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
         if self.schedule != "sync":
