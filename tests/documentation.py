@@ -29,7 +29,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = (
     "base.scratch.steps=30 base.scratch.decay_steps=10 base.scratch.warmup_steps=5 prepare.sources.0.num_rows=2000 "
-    "train.stages=[{steps:2}] train.batch.prompts_per_step=8 train.heldout.num_prompts=16 evaluate.num_prompts=16 "
+    "train.stages.0.steps=2 train.batch.prompts_per_step=8 train.heldout.num_prompts=16 evaluate.num_prompts=16 "
     "evaluate.samples_per_prompt=2 evaluate.pass_at=[1,2] anchors.num_prompts=8"
 )
 OPEN, WORD = re.compile(r"^```(.*)$"), re.compile(r"`([^`\n]+)`")
