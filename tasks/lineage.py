@@ -132,7 +132,8 @@ def _artifact(workspace: Workspace, name: str, run: Path, seen: set[str]) -> lis
 
 
 def _facts(manifest: dict[str, Any]) -> str:
-    facts = {key: value for key, value in manifest.items() if key not in _SKIPPED and isinstance(value, str | int | float)}
+    simple = {key: value for key, value in manifest.items() if key not in _SKIPPED and isinstance(value, str | int | float)}
+    facts = {key: value for key, value in simple.items() if len(str(value)) < 64}  # other hashes are in the manifest
     texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()]
     return ", ".join(texts[:5])
 

@@ -28,7 +28,7 @@ Point = tuple[float, float]  # step, value
 Place = Literal["sampler", "learner", "reward", "pool", "transfer", "host memory", "training"]
 
 ENOUGH_STEPS = 5  # before that nothing is said but that it is early
-STALLED = 0.25  # share of learning spent waiting for weights; with prefetch 2 it is a few hundredths
+STALLED = 0.2  # share of learning spent waiting for weights; with prefetch 2 it is a few hundredths
 WAITING = 0.4  # share of a step in which the learner waits for samples
 BUSY = 0.85  # share of its time in which a sampler samples
 JUDGING = 0.35  # share of a step in which rewards are judged
@@ -40,6 +40,7 @@ STALE = 0.1  # share of samples dropped because they were too old
 CALM_LAG = 20  # optimizer steps; past 50 loss and reward oscillate
 SILENT = 0.9  # share of groups in which all rewards agree
 SLOWER = 1.5  # times the planned seconds
+_LOOKS = 100  # newest held-out looks that are searched for a gamed reward where no event tells of one
 _FALL, _FALL_OF_PEAK = 0.05, 0.2  # of the reward, against noise
 
 
@@ -96,7 +97,14 @@ def pace(signs: Signs) -> dict[str, float]:
 
 def diagnose(signs: Signs) -> list[Finding]:
     """Return what is wrong with a run, the worst first; empty for a healthy one."""
-    return [finding for rule in RULES if (finding := rule(signs)) is not None]
+    found = {finding.symptom: finding for rule in RULES if (finding := rule(signs)) is not None}
+    if "collapse" in found or "KL explosion" in found:
+        found.pop("no signal", None)  # the end of it, and no cause
+    if "gamed reward" in found and fall(signs.values("reward/mean")) is None:
+        found.pop("collapse", None)  # only the held-out reward fell
+    if "KL explosion" in found and not any("stale" in finding.says for finding in found.values()):
+        found = {"KL explosion": found["KL explosion"], **found}
+    return list(found.values())
 
 
 # -- staying alive ----------------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def fall(values: Sequence[float]) -> tuple[int, float, float] | None:
     """Return where a curve had its peak, its height there and now, when it fell from it by more than its noise allows.
 
-    Noise is the typical distance of neighbours; a fall is at least a twentieth, and a fifth of the peak.
+    Noise is the mean distance of neighbours; a fall is at least a twentieth, and a fifth of the peak.
     """
     if len(values) < 6:
         return None
@@ -169,9 +177,9 @@ def fall(values: Sequence[float]) -> tuple[int, float, float] | None:
     level = smooth(values, window)
     top = max(range(len(level)), key=lambda i: level[i])
     now = level[-1]
-    noise = median(abs(b - a) for a, b in pairwise(values))
+    noise = fmean(abs(b - a) for a, b in pairwise(values))
     drop = level[top] - now
-    if drop > max(_FALL, _FALL_OF_PEAK * abs(level[top]), 1.5 * noise / math.sqrt(window)) and top < len(level) - 1:
+    if drop > max(_FALL, _FALL_OF_PEAK * abs(level[top]), 3 * noise / math.sqrt(window)) and top < len(level) - 1:
         return top, level[top], now
     return None
 
@@ -233,8 +241,9 @@ def gamed(signs: Signs) -> Finding | None:
     )
     steps = sorted({step for name in names for step, _ in signs.series.get(name, ())})
     at = {name: dict(signs.series.get(name, ())) for name in names}
-    history = [{"step": int(s), "metrics": {n: at[n][s] for n in names if s in at[n]}} for s in steps]
-    evidence = told[-2:] or [alarm.reason for alarm in watch(history)]
+    history: list[dict[str, Any]] = [{"step": int(s), "metrics": {n: at[n][s] for n in names if s in at[n]}} for s in steps]
+    looks = [index for index, line in enumerate(history) if "heldout/reward_mean" in line["metrics"]][-_LOOKS:]
+    evidence = told[-2:] or [alarm.reason for look in looks for alarm in watch(history[: look + 1])][-2:]
     if not evidence:
         return None
     knob = "read the report's samples; then change the reward (a gate on format or length, tests that cannot be met by guessing)"
@@ -279,10 +288,14 @@ def gradient_jumps(signs: Signs) -> Finding | None:
     points = list(signs.series.get("grad/norm_max") or signs.series.get("grad/norm") or ())
     values = [value for _, value in points]
     jumps = []
+    early = values[: max(4, len(values) // 4)]
+    floor = median(early) if early else 0.0
     for i, (step, value) in enumerate(points):
-        near = [*values[max(0, i - 8) : i], *values[i + 1 : i + 9]]
-        if len(near) >= 5 and value > JUMP * median(near) > 0:
-            jumps.append((step, value, median(near)))
+        before, after = values[max(0, i - 8) : i], values[i + 1 : i + 9]
+        if len(before) >= 3 and len(after) >= 3:  # up and down again, on both sides
+            usual = max(median(before), median(after), floor)
+            if value > JUMP * usual:
+                jumps.append((step, value, usual))
     skips = [event for event in signs.events if event.get("kind") == "skip"]
     share = len(skips) / max(1, sum(1 for _ in points) * signs.config.train.batch.optimizer_steps_per_step)
     if not jumps and not (skips and share > 0.01):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.registry import StagePaths
+from tasks.record import begin, finish
+from tasks.registry import Stage, StagePaths
+from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, validate
 from trainer.config.load import lay_over
+from trainer.files import new_directory, read_manifest, write_manifest
 
 _SMALL: dict[str, Any] = {
     "campaign": {"name": "small"},
@@ -96,3 +100,24 @@ def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("chat-base")
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def put_artifact() -> Callable[..., Path]:
+    """Put an artifact in place with the manifest and the record that its stage would have left."""
+
+    def put(workspace: Workspace, stage: Stage, files: Path | str = "x", **facts: Any) -> Path:
+        inputs = {name: (read_manifest(workspace.artifact(name)) or {})["content_sha256"] for name in stage.inputs}
+        target, run = workspace.artifact(stage.artifact), workspace.run / stage.name
+        with new_directory(target) as out:
+            if isinstance(files, Path):
+                shutil.copytree(files, out, dirs_exist_ok=True)
+            else:
+                (out / "file").write_text(files + stage.name)
+            manifest = write_manifest(out, {"stage": stage.name, "key": workspace.key(stage), "inputs": inputs, **facts})
+        begin(run, "stage", stage.name, workspace.config, "i", {}, {})
+        place = {"path": str(target), "content_sha256": manifest["content_sha256"], "upload": stage.upload}
+        finish(run, "FINISHED", artifact=place)
+        return target
+
+    return put
