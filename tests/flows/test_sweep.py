@@ -241,12 +241,9 @@ def test_ctrl_c_ends_the_command_with_its_word_and_nothing_left_running(tiny: An
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--grid"], "names no key"),
-        (["train.batch.group_sise=1,2"], "did you mean 'group_size'"),
         (["--random", "3", "--grid", RATES], "three ways"),
         (["a.yaml", "b.yaml", RATES], "two recipes"),
         (["nowhere.yaml", RATES], "no such file"),
-        (["--grid", "train.lora.rank=1..4"], "needs a list"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line_each(tiny: Any, tmp_path: Path, words: list[str], problem: str) -> None:
