@@ -1,10 +1,10 @@
 """What six trials cost beside one: a sweep of the quickstart over its learning rate, and one training stage by itself.
 
-    one      `tithe run`: the seconds of its train stage, with all cores
-    sweep    `tithe sweep`, six learning rates, from nothing: prompts, base and anchors once, then trials side by side
+one      `tithe run`: the seconds of its train stage, with all cores
+sweep    `tithe sweep`, six learning rates, from nothing: prompts, base and anchors once, then trials side by side
 
-    python -m benchmarks.sweep            make bench-sweep       expected: at most 6 training stages and 20 %; 3 min on 2 cores
-    python -m benchmarks.sweep -S train.stages.0.steps=3         shrunken: it works, the share says nothing
+python -m benchmarks.sweep            make bench-sweep       expected: at most 6 training stages and 20 %; 3 min on 2 cores
+python -m benchmarks.sweep -S train.stages.0.steps=3         shrunken: it works, the share says nothing
 """
 
 from __future__ import annotations

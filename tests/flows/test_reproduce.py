@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tasks.artifacts import dump_yaml
 from tasks.workspace import REPOSITORY
 from trainer.config import read_yaml
 from trainer.config.load import lay_over
@@ -74,8 +74,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name and source.is_file() and not name.startswith("tests/"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, place / name)
-    text = json.dumps(lay_over(read_yaml(place / "params.yaml"), SMALL), indent=1)  # JSON is YAML
-    write_text(place / "params.yaml", text)
+    write_text(place / "params.yaml", dump_yaml(lay_over(read_yaml(place / "params.yaml"), SMALL)))
     run(place, "git", "init", "--quiet")
     run(place, "git", "add", "--all")
     run(place, "git", "commit", "--quiet", "-m", "small")

@@ -143,6 +143,7 @@ def test_no_run_is_called_what_it_is_not(tmp_path: Path, name: str) -> None:
     also = {
         "collapse": {"KL explosion"},
         "kl_explosion": {"collapse"},
+        "rollout_drop": {"slow sampling"},
     }
     _, found = examine(tmp_path, name)
     own = {"healthy": set[str](), "tiers_with_prefetch": set[str]()}.get(name, {name.replace("kl_", "KL_").replace("_", " ")})
