@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prefect import Flow, flow, get_client, task
+from prefect import Flow, flow, get_client, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -32,7 +32,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
-from prefect.context import FlowRunContext, TaskRunContext, get_run_context
+from prefect.context import TaskRunContext, get_run_context
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, PrefectException
@@ -220,10 +220,6 @@ def walk(session: Session, on_beat: OnBeat, on_result: OnResult, only: Collectio
     Args:
         only: names of stages to bring up to date; empty for all.
     """
-    context = get_run_context()
-    assert isinstance(context, FlowRunContext)
-    assert context.flow_run is not None
-    note(str(context.flow_run.id), session.workspace.run, deployed=context.flow_run.deployment_id is not None)
     with signals_ask(session.stop):
         for stage in session.chosen(only):
             state = stage_task(session, stage, on_beat, on_result)(return_state=True)
@@ -241,6 +237,7 @@ def campaign_flow(session: Session, on_beat: OnBeat, on_result: OnResult) -> Flo
     @flow(name="campaign", flow_run_name=session.workspace.run_id, persist_result=False, validate_parameters=False)
     def campaign(workspace: str, run: str) -> Any:
         """One campaign: prompts to report."""
+        note(str(runtime.flow_run.id), session.workspace.run, deployed=False)
         state = walk(session, on_beat, on_result)
         if state.is_completed():
             with suppress(*AWAY):

@@ -25,11 +25,11 @@ from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from flows.campaign import AWAY, artifact_key, show_results, walk
-from flows.flow_runs import again, set_state
+from flows.flow_runs import again, note, set_state
 from flows.session import Beat, Session, StageResult, open_session, run_plainly
 from flows.workspaces import PARAMS, recipe_names, resolve_config, resolve_workspace
 from tasks.registry import STAGES, Stage
-from tasks.workspace import REPOSITORY, state_directory
+from tasks.workspace import REPOSITORY, Workspace, state_directory
 from trainer.config import CampaignConfig
 from trainer.errors import StopRequested, TitheError
 
@@ -55,12 +55,17 @@ def configuration(recipe: str, name: str = "", overrides: Sequence[str] = ()) ->
     return resolve_config(REPOSITORY / recipe, [*named, *(text.strip() for text in overrides if text.strip())])
 
 
+def workspace_of(config: CampaignConfig) -> Workspace:
+    """Return the workspace of a configuration; TITHE_STAGES names another list of stages, as module:NAME."""
+    return resolve_workspace(config, stages_name=os.environ.get("TITHE_STAGES", ""))
+
+
 def run_name() -> str:
     """Return the name of the current flow run: the campaign's run id, so that it is found in MLflow and on disk."""
     form = runtime.flow_run.parameters
     try:
         config = configuration(form["recipe"], form.get("name", ""), form.get("overrides") or ())
-        return resolve_workspace(config).run_id
+        return workspace_of(config).run_id
     except (TitheError, OSError):
         return Path(form["recipe"]).stem
 
@@ -147,8 +152,9 @@ def run_stages(recipe: str, name: str, overrides: Sequence[str], force: Sequence
         config = configuration(recipe, name, overrides)
         for warning in config.warnings():
             logger.warning(warning)
-        workspace = resolve_workspace(config, stages_name=os.environ.get("TITHE_STAGES", ""))
+        workspace = workspace_of(config)
         logger.info(f"campaign {workspace.run_id} in {workspace.root}")
+        note(str(runtime.flow_run.id), workspace.run, deployed=True)
         with open_session(workspace, logger.info, force) as session:
             state = orchestrated(session, only)
     except StopRequested as stop:

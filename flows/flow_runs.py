@@ -23,6 +23,7 @@ from tasks.workspace import state_directory
 from trainer.files import read_json, write_json
 
 PATIENCE_SECONDS = 5.0  # for a worker to say first that the process it had started crashed
+START_SECONDS = 300.0  # from being scheduled again to the new process's first word
 MAX_RESUMES = 3  # of one flow run; a process that is killed again and again is a person's business
 GONE = "its process is gone"  # what a record says that was corrected (tasks/record.py)
 
@@ -76,12 +77,13 @@ def settle(api: str, over: bool = False) -> dict[str, str]:
         if answer.status_code != 404:
             answer.raise_for_status()
             kind = answer.json()["state"]["type"]
-            if kind in ("SCHEDULED", "PENDING"):
-                continue  # a worker will go on with it
+            starting = kind == "RUNNING" and time.time() - entry.get("scheduled", 0) < START_SECONDS
+            if kind in ("SCHEDULED", "PENDING") or starting:
+                continue  # a worker will go on with it, or its new process has not said yet that it does
             if kind in ("RUNNING", "CRASHED", "CANCELLING", "PAUSED"):
                 state = verdict(entry, kind)
                 if state["type"] == "SCHEDULED":
-                    write_json(path, {**entry, "resumes": entry["resumes"] + 1})
+                    write_json(path, {**entry, "resumes": entry["resumes"] + 1, "scheduled": time.time()})
                 set_state(api, path.stem, state)
                 given[path.stem] = state["name"]
                 if state["type"] == "SCHEDULED":

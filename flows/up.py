@@ -113,7 +113,8 @@ class Keeper:
         for name, server in list(self.running.items()):
             if not server.ended:
                 continue
-            server.stop()  # what is left of its group
+            if name != WORKER:  # whose flow runs go on by themselves
+                server.stop()  # what is left of its group
             now = time.monotonic()
             self._ended = [*(moment for moment in self._ended if now - moment < RESTART_SECONDS), now]
             if len(self._ended) > MAX_RESTARTS:

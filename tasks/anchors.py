@@ -22,7 +22,7 @@ from trainer.anchors.scorer import Scorer, ServedScorer, Voice
 from trainer.anchors.store import Origin, Settings, build_anchors, choose_prompts, damaged_files, manifest_facts
 from trainer.config import CampaignConfig
 from trainer.engine.build import recalled_base, recalled_int8
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.files import read_manifest
 from trainer.memory.int8 import WARN_AT
 from trainer.memory.lazy import skeleton
@@ -96,6 +96,7 @@ def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """Write the anchors of a campaign.
 
     Raises:
+        ConfigError: completions would be longer than the model allows.
         ModelError: the base cannot be loaded, or a server refuses. DivergedError: its logits are not finite.
         StalledError: no server answers.
     """
@@ -151,6 +152,20 @@ class _Makers:
     error: float | None = None  # mean absolute, in nats a token, of a scorer that is not exact
 
 
+def _longest(config: CampaignConfig, prompts: Sequence[Prompt], model: Any, more: int = 0) -> int:
+    """Return the most tokens of a prompt with its completion, and refuse what would run past the positions the model knows."""
+    cap = config.anchors.max_completion_tokens or config.train.sampling.max_completion_tokens
+    prompt, positions = max(len(one.token_ids) for one in prompts), getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and prompt + cap + more > positions:
+        raise ConfigError(
+            "anchors.max_completion_tokens",
+            cap,
+            f"with the longest prompt ({prompt} tokens) it passes the model's {positions} positions; "
+            f"set at most {positions - prompt - more}",
+        )
+    return prompt + cap + more
+
+
 @contextmanager
 def _local(config: CampaignConfig, paths: StagePaths, prompts: Sequence[Prompt], beat: _Beat) -> Iterator[_Makers]:
     """Have the base in this process: whole, or tiered where train.memory says so; with 8-bit weights to score where asked for."""
@@ -158,6 +173,7 @@ def _local(config: CampaignConfig, paths: StagePaths, prompts: Sequence[Prompt],
     place = (source, config.base.dtype, config.machine.device, config.train, paths.run)
     with ExitStack() as open_things:
         model, _ = open_things.enter_context(recalled_base(*place))
+        _longest(config, prompts, model)
         sampler = EmbeddedSampler(model, config.train.sampler.slots, tokenizer.pad_token_id or 0, progress=beat.sampled)
         scorer, error = Voice(model), None
         if config.anchors.reference == "int8_streamed":
@@ -178,8 +194,7 @@ def _error(rough: Any, model: Any, prompts: Sequence[Prompt], temperature: float
 def _served(config: CampaignConfig, paths: StagePaths, prompts: Sequence[Prompt], beat: _Beat) -> Iterator[_Makers]:
     """Have the base behind vLLM: the servers of the recipe, or one that runs for the span of the block."""
     source, bare = paths.inputs["base"].resolve(), skeleton(paths.inputs["base"])
-    cap = config.anchors.max_completion_tokens or config.train.sampling.max_completion_tokens
-    longest = max(len(prompt.token_ids) for prompt in prompts) + cap + 1  # scoring asks for one token more
+    longest = _longest(config, prompts, bare, more=1)  # scoring asks for one token more
     with served_base(config, source, paths.run, longest, config.anchors.top_k, beat.waiting) as sampler:
         sampler.progress = beat.sampled
         vocabulary = int(bare.get_output_embeddings().weight.shape[0])

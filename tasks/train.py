@@ -119,7 +119,8 @@ def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engi
 def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
-        store = open_anchors(paths.inputs["anchors"], origin_of(read_manifest(paths.inputs["base"]) or {}))
+        made_by = origin_of(read_manifest(paths.inputs["base"]) or {})
+        store = open_anchors(paths.inputs["anchors"], made_by, train.sampling.temperature)
         kl = train.algorithm.kl
         anchors = AnchorTerm(store, kl.anchor_batch_size, train.batch.micro_batch_tokens, seed, kl.direction)
     return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths))

@@ -81,6 +81,18 @@ def test_a_commit_waits_for_dvcs_lock(tiny: Any) -> None:
     assert all(md5.endswith(".dir") for md5 in hashes.values())
 
 
+def test_a_commit_leaves_data_of_the_users_own_alone(tiny: Any) -> None:
+    assert tiny.run("--plain", "--no-tracking").returncode == 0
+    own = tiny.root / "own.txt"
+    own.write_text("first")
+    dvc(tiny.root, "add", "--quiet", "own.txt")
+    before = (tiny.root / "own.txt.dvc").read_text()
+    own.unlink()  # a link into the cache, perhaps
+    own.write_text("second, which nobody wants to keep yet")
+    assert set(commit(tiny.workspace)) == {"prompts", "policy", "evaluation", "report"}
+    assert (tiny.root / "own.txt.dvc").read_text() == before
+
+
 def test_stages_by_hand_or_under_dvc_are_tracked_just_the_same(tiny: Any, mlflow_store: None, eventually: Any) -> None:
     tiny.root.joinpath("params.yaml").write_text("")
     prepare_workspace(tiny.workspace)

@@ -17,7 +17,7 @@ from tasks.workspace import Workspace
 from tests.trainer.rollout.vllm_fake import FakeVllm
 from trainer.anchors.store import AnchorStore, open_anchors
 from trainer.config import load_config
-from trainer.errors import ModelError
+from trainer.errors import ConfigError, ModelError
 from trainer.files import read_json, read_manifest
 from trainer.metrics import read_lines
 from trainer.policy.load import load_model
@@ -112,6 +112,11 @@ def test_no_anchors_is_an_empty_artifact(tmp_path: Path) -> None:
     assert base is not None
     assert len(open_anchors(workspace.artifact("anchors"), origin_of(base))) == 0
     assert [path.name for path in workspace.artifact("anchors").iterdir()] == ["manifest.json"]
+
+
+def test_completions_past_the_models_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"anchors.max_completion_tokens.*64 positions; set at most 58"):
+        make(tmp_path, "anchors.max_completion_tokens=5000")
 
 
 def test_fewer_prompts_than_asked_for_is_said(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError, ProgrammingError
@@ -24,6 +25,7 @@ from tasks.registry import get_stage
 from tasks.replay import replay_run
 from tasks.stage import run_stage
 from tasks.workspace import REPOSITORY, Workspace
+from trainer.anchors.store import build_anchors
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
 from trainer.errors import MismatchError, StopRequested
@@ -56,7 +58,7 @@ TREE: dict[str, Any] = {
         "source": "scratch",
         "scratch": {"alphabet": "0123456789+-()=", "hidden_size": 32, "num_layers": 1, "steps": 40, "decay_steps": 10},
     },
-    "anchors": {"num_prompts": 0},
+    "anchors": {"num_prompts": 8, "top_k": 4, "refresh_every": 4, "audit_every": 6, "max_drift": 0.0},
     "train": {
         "method": "lora",
         "schedule": "async",
@@ -79,6 +81,9 @@ TREE: dict[str, Any] = {
     "preflight": {"num_prompts": 0},
     "machine": {"device": "cpu", "threads": 2},
 }
+
+
+ANCHORED: dict[str, Any] = {"train": {"algorithm": {"kl": {"reference": "anchors", "anchor_batch_size": 4}}}}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +165,7 @@ class Trial:
                     connection.execute(text("ROLLBACK"))
                 return False
 
-            self.wait(held, 0.001)
+            self.wait(held, 0.01)
             yield connection
             connection.execute(text("ROLLBACK"))
         engine.dispose()
@@ -237,7 +242,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Callable[..., Trial]) -> None:
-    trial = make_trial({"train": {"heldout": {"every_steps": 6, "num_prompts": 8}}})
+    trial = make_trial(lay_over(ANCHORED, {"train": {"heldout": {"every_steps": 6, "num_prompts": 8}}}))
     trial.start()
     trial.finish()
     trial.check_log()
@@ -253,6 +258,8 @@ def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Cal
         assert lines[step]["mismatch/probe"] < 1e-4
     assert max(lines[step]["lag/max"] for step in range(1, STEPS + 1)) > 0
     assert "heldout/accuracy" in lines[6]
+    assert [event["step"] for event in trial.events("refresh")] == [4, 8]
+    assert {lines[step]["memory/reference_bytes"] for step in range(1, STEPS + 1)} == {0.0}
     facts = replay_run(trial.workspace.run)
     assert facts["identical"]
     assert facts["artifact_identical"]
@@ -263,6 +270,39 @@ def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Cal
         connection.execute(text("UPDATE samples SET reward = 5.0 WHERE group_id = 1 AND position = 0"))
     engine.dispose()
     assert not replay_run(trial.workspace.run)["identical"]
+
+
+def test_a_refresh_does_not_stop_the_samplers(make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner makes anchors only after it has seen groups come in that were sampled since it began to."""
+    longer = {"train": {"stages": [{"steps": 500}], "sync": {"max_policy_update_lag": 1000}}}
+    trial, build, come = make_trial(lay_over(lay_over(ANCHORED, {"anchors": {"refresh_every": 1}}), longer)), build_anchors, []
+
+    def delivered() -> int:
+        pool = trial.pool()
+        try:
+            counts = pool.counts()
+        finally:
+            pool.close()
+        return sum(counts.get(state, 0) for state in ("ready", "learning", "consumed"))
+
+    def build_late(*args: Any, **options: Any) -> Any:
+        before, end = delivered(), time.monotonic() + 300
+        while delivered() < before + 3 * GROUPS:
+            assert time.monotonic() < end, "no sampler delivers while anchors are made"
+            time.sleep(0.05)
+        come.append(before)
+        if len(come) == 2:
+            raise StopRequested("seen enough")
+        return build(*args, **options)
+
+    threads = torch.get_num_threads()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.anchors.guard.build_anchors", build_late)
+            with pytest.raises(StopRequested, match="seen enough"):
+                run_stage(trial.workspace, get_stage("train"))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[..., Trial]) -> None:

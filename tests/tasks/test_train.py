@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import random
 import shutil
@@ -28,7 +29,7 @@ from tasks.stage import run_stage
 from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError, StopRequested
 from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
@@ -366,6 +367,46 @@ def test_anchors_are_made_anew_and_a_stopped_run_goes_on_to_the_same_bits(
     assert [event["step"] for event in events(tmp_path / "run", "refresh")] == [3, 6, 9]
 
 
+def test_what_the_controller_does_is_a_metric_and_the_hard_bound_an_alarm(train: Train, tmp_path: Path) -> None:
+    train({"train": {"alarms": {"kl": 1e-6}, "stages": [{"steps": 4, "sources": ["plus"]}]}})
+    factor, coefficient = (column(tmp_path / "run", f"kl/{name}") for name in ("controller_factor", "coefficient"))
+    assert coefficient[1] == 0.05
+    for step in (1, 2, 3):
+        assert 0.998 <= factor[step] <= 1.002, "within 0.2 / horizon 100"
+        assert factor[step] != 1
+        assert coefficient[step + 1] == pytest.approx(coefficient[step] * factor[step])
+    (alarm,) = (event for event in events(tmp_path / "run", "alarm") if event.get("signal") == "kl")
+    assert "past its bound train.alarms.kl 1e-06" in alarm["reason"]
+
+
+def test_old_versions_go_but_those_that_a_checkpoint_names(train: Train, tmp_path: Path) -> None:
+    ageing = lay_over(
+        AGEING, {"anchors": {"refresh_every": 1, "audit_every": 0, "keep": 2}, "train": {"checkpoints": {"keep": 3}}}
+    )
+    expected = digests(train(ageing))
+    kept = sorted(path.name for path in (tmp_path / "run" / "anchors").iterdir())
+    assert kept == ["v000006", "v000008", "v000009"], "checkpoints of steps 6, 9 and 10, the two newest versions"
+    assert digests(train(lay_over(ageing, {"anchors": {"keep": 99}}), run="all")) == expected
+    assert len(list((tmp_path / "all" / "anchors").iterdir())) == 9
+
+
+def test_a_full_disk_at_a_refresh_loses_nothing(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = digests(train(AGEING, run="whole"))
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if ".v000002.partial" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ResourceError, match="no space left on the disk"):
+            train(AGEING)
+    assert sorted(path.name for path in (tmp_path / "run" / "anchors").iterdir()) == ["v000001"]
+    assert digests(train(AGEING)) == expected
+
+
 @pytest.mark.parametrize(
     ("anchors", "reason"),
     [
@@ -471,6 +512,39 @@ def test_killed_at_three_random_points_it_ends_at_the_same_bits(train: Train, in
     assert process.returncode == 0, errors
     assert digests(killed / "artifacts" / "policy") == expected
     assert steps(killed / "run" / "train") == list(range(25))
+
+
+@pytest.mark.smoke
+def test_killed_inside_and_around_refreshes_it_ends_at_the_same_bits(
+    train: Train, inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    """A refresh after every second step: killed while anchors are written, and at a random point around a later one."""
+    often = {
+        "anchors": {"refresh_every": 2, "max_drift": 0.0, "audit_every": 3, "num_prompts": 48, "completions_per_prompt": 4},
+        "train": {"stages": [{"name": "first", "steps": 7}, {"name": "second", "steps": 7}]},
+    }
+    expected = digests(train(often, run="whole"))
+    killed = make_workspace(tmp_path / "killed", inputs, campaign(often))
+    anchors = killed / "run" / "train" / "anchors"
+    chance = random.Random(5)
+    with stage_process(killed) as process:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while process.poll() is None and not any(anchors.glob(".v*.partial")):
+            assert time.monotonic() < deadline, "no refresh began"
+            time.sleep(0.0005)
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
+    with stage_process(killed) as process:
+        wait_for_step(process, killed, chance.randrange(5, 11))
+        time.sleep(chance.random() * 0.2)  # somewhere in the next step, its refresh or its checkpoint
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
+    with stage_process(killed) as process:
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, errors
+    assert digests(killed / "artifacts" / "policy") == expected
+    assert not list(anchors.glob(".*"))
+    assert set(column(killed / "run" / "train", "memory/reference_bytes").values()) == {0.0}
 
 
 @pytest.mark.smoke

@@ -5,7 +5,8 @@
     audit              anchored KL and exact KL of the step's own samples part company  /
 
 *Refresh*: the policy as it is completes the prompts of its RL stage; the reference (or the policy itself, `anchors.source:
-policy`) scores them; the KL term goes on with these. Old versions stay, with the reason in the new one's manifest.
+policy`) scores them; the KL term goes on with these. The newest `anchors.keep` versions stay, and those that a checkpoint names;
+the reason is in the new one's manifest.
 *Audit*: KL(policy || reference) over the whole vocabulary at the states that the step's samples visited, beside the anchored KL
 over the anchors in use, both under the policy after the step. With `source: policy` the former is the total drift, and is only
 reported: the two are held against different references.
@@ -16,9 +17,10 @@ to the same bits. Version 0 is the artifact of stage *anchors*.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,14 @@ from trainer.anchors.store import (
 )
 from trainer.config.schema import Anchors, RLStage, Train
 from trainer.errors import DataError
-from trainer.files import new_directory, write_manifest
+from trainer.files import MANIFEST, new_directory, write_manifest
 from trainer.learn.kl import full_kl
 from trainer.learn.learner import Learner
 from trainer.policy.forward import TokenPair, completion_logits, scoring, tempered_logits
 from trainer.types import Prompt, Sample, Sampler
 
 Event = Callable[..., None]
+_NAME = re.compile(r"v\d+")
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,18 @@ class AnchorGuard:
     def _use(self, store: AnchorStore, version: int, step: int) -> None:
         self.store, self.version, self.made_at = store, version, step
         self.term.replace(store)
+
+    def prune(self, named: Collection[int]) -> None:
+        """Remove versions that are neither among the newest nor named.
+
+        Args:
+            named: versions that checkpoints need.
+        """
+        for path in self.directory.glob("v*"):
+            version = int(path.name[1:]) if _NAME.fullmatch(path.name) else self.version
+            if version <= self.version - self.config.keep and version not in named:
+                (path / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed one is never taken for whole
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
     ServedScorer   the base behind vLLM: the log-probs of a prompt's tokens, which vLLM has at temperature 1 only
 
 Both give the same tensors. The log mass of the tail is summed over the tail itself where its logits are there, never 1 minus the
-top, so a tiny one keeps its digits; a server tells the top alone, and then log(1 - mass) has float32's digits, no more.
+top, so a tiny one keeps its digits, down to e^-87; a server tells the top alone, and then log(1 - mass) has float32's digits.
 
 Legend: T completion tokens of all completions, K cached tokens at each, V vocabulary.
 """
@@ -70,11 +70,16 @@ def top_and_tail(logits_TV: Tensor, top_k: int, temperature: float) -> tuple[Ten
 
 
 def _top_and_tail(scaled_TV: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log of the sum of everything [T, 1] too; the logits are overwritten."""
-    log_total_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
+    """Return the log of the sum of everything [T, 1] too; the logits are overwritten, and each is exponentiated once."""
     top_TK, ids_TK = scaled_TV.topk(top_k, dim=-1)
-    tail_T = scaled_TV.scatter_(1, ids_TK, -torch.inf).logsumexp(dim=-1) - log_total_T1[:, 0]
-    return log_total_T1, ids_TK, top_TK - log_total_T1, tail_T
+    highest_T1 = top_TK[:, :1].clone()
+    mass_TV = scaled_TV.sub_(highest_T1).exp_()
+    log_mass_T1 = mass_TV.sum(-1, keepdim=True).log()
+    tail_T = mass_TV.scatter_(1, ids_TK, 0.0).sum(-1)
+    log_tail_T = tail_T.clamp(min=torch.finfo(tail_T.dtype).tiny).log() - log_mass_T1[:, 0]
+    if top_k == scaled_TV.shape[1]:
+        log_tail_T = torch.full_like(log_tail_T, -torch.inf)
+    return highest_T1 + log_mass_T1, ids_TK, top_TK - highest_T1 - log_mass_T1, log_tail_T
 
 
 @dataclass

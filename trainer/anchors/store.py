@@ -290,11 +290,14 @@ class AnchorStore:
         )
 
 
-def open_anchors(directory: Path, origin: Origin) -> AnchorStore:
+def open_anchors(directory: Path, origin: Origin, temperature: float | None = None) -> AnchorStore:
     """Open a store after checking every file against its sha256.
 
+    Args:
+        temperature: that it must have; None takes any.
+
     Raises:
-        DataError: the directory is missing, damaged, or in another format.
+        DataError: the directory is missing, damaged, in another format, or at another temperature.
         ModelError: the anchors were made by another model or tokenizer.
     """
     wrong = damage(directory)
@@ -311,4 +314,10 @@ def open_anchors(directory: Path, origin: Origin) -> AnchorStore:
                 f"{directory}: its anchors come from {kind} {made}, this campaign has {kind} {here}; "
                 "run `python -m tasks anchors` again"
             )
+    if temperature is not None and manifest["temperature"] != temperature:
+        raise DataError(
+            str(directory),
+            f"its log-probs are at temperature {manifest['temperature']:g}, training samples at {temperature:g}; "
+            "run `python -m tasks anchors` again",
+        )
     return AnchorStore(directory, manifest)

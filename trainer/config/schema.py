@@ -250,6 +250,9 @@ class Anchors(Section):
     audit_absolute: Annotated[float, Field(ge=0)] = 0.02
     """and by more than so many nats a token."""
 
+    keep: Count = 5
+    """Newest versions kept on the disk, beside those that a checkpoint names."""
+
     @model_validator(mode="after")
     def _check(self) -> Anchors:
         if self.audit_every and self.audit_relative == 0 and self.audit_absolute == 0:

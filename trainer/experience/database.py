@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,11 +70,16 @@ class Database:
         self.url, self.deadline_seconds = url, deadline_seconds
         self.lost, self.waiting = lost or (lambda _: None), waiting or (lambda _: None)
         self.patience_seconds = 2 * deadline_seconds + _PATIENCE_SECONDS  # with a lock
-        self.spent_seconds = 0.0  # in transactions, waiting for them included
+        self._spent: dict[int, float] = {}  # seconds by thread
         self.schema = "tithe_" + hashlib.sha256(key.encode()).hexdigest()[:16]
         self.engine = self._connect_postgresql() if is_postgresql(url) else self._connect_sqlite()
         self._writer = sessionmaker(self.engine, expire_on_commit=False)
         self._reader = sessionmaker(self.engine.execution_options(**{READ: True}), expire_on_commit=False)
+
+    @property
+    def spent_seconds(self) -> float:
+        """Seconds that the calling thread has spent in transactions, waiting for them included."""
+        return self._spent.get(threading.get_ident(), 0.0)
 
     @property
     def where(self) -> str:
@@ -139,7 +145,8 @@ class Database:
             try:
                 with sessions.begin() as session:
                     result = work(session)
-                self.spent_seconds += time.monotonic() - began
+                thread = threading.get_ident()
+                self._spent[thread] = self._spent.get(thread, 0.0) + time.monotonic() - began
                 return result
             except DBAPIError as error:
                 trouble = _trouble(error)

@@ -16,16 +16,18 @@ learning the logged steps again from its checkpoint, so every group counts exact
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-from sqlalchemy import ColumnElement, delete, func, insert, select, text, update
+from sqlalchemy import ColumnElement, Text, cast, delete, func, insert, select, text, type_coerce, update
 from sqlalchemy.exc import DatabaseError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
@@ -57,6 +59,7 @@ from trainer.types import Completion, Group, Prompt, Sample, Verdict
 T = TypeVar("T")
 Denial = Literal["full", "lag", "done"]
 _LONG_WAIT_SECONDS = 1.0
+_JSON = ("parts", "statuses")
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Pool:
     def __init__(self, database: Database, owner: str, prompts: dict[str, Prompt], worker: str, lease_seconds: float):
         self.database, self.prompts, self.worker, self.lease_seconds = database, prompts, worker, lease_seconds
         self.postgresql = is_postgresql(database.url)
+        self._ahead: dict[int, Group] = {}  # groups that were read before they were asked for
         wanted = {"format": str(FORMAT), "owner": owner}
 
         def make(session: Session) -> dict[str, str]:
@@ -362,20 +366,42 @@ class Pool:
 
         return self.database.read(read)
 
+    def num_ready(self, stage: int) -> int:
+        """Return how many groups of an RL stage wait to be claimed; takes no lock."""
+        return self.database.read(lambda session: _count(session, GroupRow.state == READY, GroupRow.stage == stage))
+
+    def read_ahead(self, num_groups: int, stage: int) -> None:
+        """Read the groups that will be claimed next, so that the claim need not; what is stored of a group never changes."""
+        ready = (GroupRow.state == READY) & (GroupRow.stage == stage)
+        query = select(GroupRow.id).where(ready).order_by(GroupRow.ordinal).limit(num_groups)
+        ids = self.database.read(lambda session: session.scalars(query).all())
+        known = self._ahead
+        new = self._read([group_id for group_id in ids if group_id not in known])
+        self._ahead = {group_id: known.get(group_id) or new[group_id] for group_id in ids}
+
     def groups(self, ids: Sequence[int]) -> tuple[Group, ...]:
         """Return groups with their samples, in the order of the ids."""
+        known = self._ahead
+        found = self._read([group_id for group_id in ids if group_id not in known])
+        return tuple(known.get(group_id) or found[group_id] for group_id in ids)
 
-        def read(session: Session) -> dict[int, Group]:
+    def _read(self, ids: Sequence[int]) -> dict[int, Group]:
+        if not ids:
+            return {}
+
+        def read(session: Session) -> tuple[dict[int, str], Sequence[Any]]:
             prompts = dict(session.execute(select(GroupRow.id, GroupRow.prompt_id).where(GroupRow.id.in_(ids))).all())
-            rows: dict[int, list[Sample]] = {group_id: [] for group_id in ids}
-            columns = SampleRow.__table__.c
+            table = SampleRow.__table__.c
+            as_text = cast if self.postgresql else type_coerce
+            columns = [as_text(column, Text).label(column.name) if column.name in _JSON else column for column in table]
             query = select(*columns).where(SampleRow.group_id.in_(ids)).order_by(SampleRow.group_id, SampleRow.position)
-            for row in session.execute(query):
-                rows[row.group_id].append(_sample(row, self.prompts[prompts[row.group_id]]))
-            return {group_id: Group(self.prompts[prompts[group_id]], tuple(samples)) for group_id, samples in rows.items()}
+            return prompts, session.execute(query).all()
 
-        found = self.database.read(read)
-        return tuple(found[group_id] for group_id in ids)
+        prompt_ids, rows = self.database.read(read)
+        samples: dict[int, list[Sample]] = {group_id: [] for group_id in ids}
+        for row in rows:
+            samples[row.group_id].append(_sample(row, self.prompts[prompt_ids[row.group_id]]))
+        return {group_id: Group(self.prompts[prompt_ids[group_id]], tuple(each)) for group_id, each in samples.items()}
 
     # -- anybody --------------------------------------------------------------------------------------------------------
 
@@ -536,8 +562,8 @@ def _sample_values(group_id: int, position: int, sample: Sample) -> dict[str, An
         "group_id": group_id,
         "position": position,
         "sample_index": completion.sample_index,
-        "token_ids": np.asarray(completion.token_ids, dtype="<i4").tobytes(),
-        "logprobs": np.asarray(completion.logprobs, dtype="<f4").tobytes(),
+        "token_ids": struct.pack(f"<{len(completion.token_ids)}i", *completion.token_ids),
+        "logprobs": struct.pack(f"<{len(completion.logprobs)}f", *completion.logprobs),
         "policy_version": completion.policy_version,
         "finish_reason": completion.finish_reason,
         "sampler_id": completion.sampler_id,
@@ -555,10 +581,17 @@ def _sample(row: Any, prompt: Prompt) -> Sample:
     completion = Completion(
         prompt_id=prompt.id,
         sample_index=row.sample_index,
-        token_ids=tuple(np.frombuffer(row.token_ids, dtype="<i4").tolist()),
-        logprobs=tuple(np.frombuffer(row.logprobs, dtype="<f4").tolist()),
+        token_ids=struct.unpack(f"<{len(row.token_ids) // 4}i", row.token_ids),
+        logprobs=struct.unpack(f"<{len(row.logprobs) // 4}f", row.logprobs),
         finish_reason=row.finish_reason,
         policy_version=row.policy_version,
         sampler_id=row.sampler_id,
     )
-    return Sample(prompt, completion, row.text, Verdict(row.status, row.reward, row.parts, row.seconds, row.detail, row.statuses))
+    verdict = Verdict(row.status, row.reward, _parse(row.parts), row.seconds, row.detail, _parse(row.statuses))
+    return Sample(prompt, completion, row.text, verdict)
+
+
+@lru_cache(4096)
+def _parse(text: str) -> Any:
+    """Return a small JSON object; most samples have one of a few."""
+    return json.loads(text)

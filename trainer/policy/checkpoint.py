@@ -51,6 +51,12 @@ def checkpoint_directories(root: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+def checkpoint_facts(root: Path) -> list[dict[str, Any]]:
+    """Return the facts of every checkpoint with a readable manifest, newest first."""
+    manifests = (read_manifest(directory) for _, directory in checkpoint_directories(root))
+    return [manifest["facts"] for manifest in manifests if manifest is not None]
+
+
 def save_checkpoint(
     root: Path, step: int, identity: str, parts: Mapping[str, Tensors], facts: Mapping[str, Any], keep: int
 ) -> Path:

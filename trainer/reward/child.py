@@ -76,11 +76,21 @@ def kill_worker(pid: int) -> None:
 
 
 def main() -> None:
-    """Build the judge, then fork a worker for every socket that arrives and kill the workers that are named."""
+    """Be a nursery until the trainer's end of the socket closes, whenever that is; leave nothing behind."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_stdout()
-    factory, arguments, memory_bytes = pickle.loads(read_frame(control) or b"")
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a trainer that ended before it asked for anything
+        nurse(control)
+    os.killpg(0, signal.SIGKILL)
+
+
+def nurse(control: socket.socket) -> None:
+    """Build the judge, then fork a worker for every socket that arrives and kill the workers that are named."""
+    asked = read_frame(control)
+    if asked is None:
+        return
+    factory, arguments, memory_bytes = pickle.loads(asked)
     try:
         judge = resolve(factory)(**arguments)
     except Exception as error:  # noqa: BLE001  (told to the trainer, which names the key)
@@ -93,7 +103,7 @@ def main() -> None:
         if not data:
             for pid in workers:
                 kill_worker(pid)
-            os.killpg(0, signal.SIGKILL)
+            return
         if descriptors:
             pid = os.fork()
             if pid == 0:

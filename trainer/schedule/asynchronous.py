@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -45,7 +46,8 @@ from trainer.schedule.sync import Clock, Crew, Run, SyncSchedule, costs
 from trainer.schedule.terms import LEARNER, POLICIES, make_terms, open_database, threads_each
 from trainer.types import Group, Request, derive_seed
 
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.03
+_CLAIM_SECONDS = 0.5  # while too few groups are ready, claims (which bring back and drop) are tried so often
 _HURRY_SECONDS = 5.0  # of silence, from which a sampler is ended when the run is to stop and cannot because of a lock
 
 _REMEMBERED_STEPS = 20
@@ -112,6 +114,7 @@ class AsyncSchedule(SyncSchedule):
         self.known_versions: dict[int, str] = {}
         self.rates: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self.alarmed: set[str] = set()  # names past their thresholds
+        self.unready_seconds = 0.0  # in the pool's transactions while too few groups were there
         self.supervisor = Supervisor([], self.pool, config.train.watchdog, self.writer)
         self._ended, self._thread = threading.Event(), threading.get_ident()
         database.waiting = self._while_waiting
@@ -175,14 +178,17 @@ class AsyncSchedule(SyncSchedule):
         """Wait for young enough groups, learn, write down what was used."""
         learner, clock = self.crew.learner, Clock()
         position = self._begin(step)
-        spent = self.pool.database.spent_seconds
+        spent, self.unready_seconds = self.pool.database.spent_seconds, 0.0
         with clock("wait"):
             self._say("waiting for samples", step)
             claim = self._wait_for_groups(step, position)
+        self.supervisor.check()
         before = learner.version
-        with clock("learn"):
+        with clock("learn"), ThreadPoolExecutor(1, "read-ahead") as reader:
             self._say("learning", step)
+            ahead = reader.submit(self.pool.read_ahead, 2 * self.terms.groups_per_step, position.index)
             stats = learner.step(claim.groups, step)
+            ahead.result()
         with clock("log"):
             self.pool.consume(claim, step, before, stats.version)
         with clock("hand_over"):
@@ -190,7 +196,7 @@ class AsyncSchedule(SyncSchedule):
                 self._hand_over(step)
         metrics = self._metrics(step, position, claim.groups, stats, clock, before)
         seconds = sum(clock.seconds.values())
-        metrics["pool/wait_fraction"] = (self.pool.database.spent_seconds - spent) / seconds
+        metrics["pool/wait_fraction"] = (self.pool.database.spent_seconds - spent - self.unready_seconds) / seconds
         return metrics | self._pool_metrics()
 
     def _begin(self, step: int) -> StagePosition:
@@ -238,11 +244,16 @@ class AsyncSchedule(SyncSchedule):
         """
         oldest = self.crew.learner.version - self.train.sync.max_policy_update_lag
         pause, moved_at, seen = _PAUSE_SECONDS, time.monotonic(), None
+        claimed_at = 0.0
         while True:
-            claim = self.pool.claim(self.terms.groups_per_step, position.index, oldest)
+            began, before = time.monotonic(), self.pool.database.spent_seconds
+            claim, ready = None, self.pool.num_ready(position.index) >= self.terms.groups_per_step
+            if ready or began - claimed_at > _CLAIM_SECONDS:
+                claimed_at = began
+                claim = self.pool.claim(self.terms.groups_per_step, position.index, oldest)
             if claim is not None:
-                self.supervisor.check()
                 return claim
+            self.pool.read_ahead(self.terms.groups_per_step, position.index)
             self._stop_if_asked(step - 1)
             if self.crew.learner.version > self.handed_over:
                 self._hand_over(step - 1)
@@ -259,6 +270,7 @@ class AsyncSchedule(SyncSchedule):
                     f"delivered nothing for {waited:.0f} s ({self.supervisor.describe()})",
                     f"see {self.place.directory / 'samplers'}",
                 )
+            self.unready_seconds += self.pool.database.spent_seconds - before  # the samplers are waited for, not the pool
             self._pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 

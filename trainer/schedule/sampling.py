@@ -1,6 +1,7 @@
 """What a sampler process of the async schedule does.
 
     newest policy -> probe -> orders from the pool -> completions -> verifier -> groups into the pool
+                                      next orders -> completions -> ...    (the verifier works in a thread beside)
 
 It follows the learner through files and the pool alone, so it can run on another machine that sees the run directory and the
 pool's database. It gives a sign of life with every completion; without one for the deadline it is taken for dead and its orders
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +45,10 @@ from trainer.schedule.terms import (
     open_database,
     probe_tolerance,
 )
-from trainer.types import Sampler, SamplingParams, Verifier
+from trainer.types import Completion, Sampler, SamplingParams, Verifier
 
-_BEAT_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 0.02, 0.25
+_BEAT_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 0.01, 0.1
+_MOST_JUDGED = 2  # claims that are being judged while the next one is sampled
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class SamplerLoop:
         self.terms, self.num_groups = make_terms(config.train), groups_per_claim(config.train)
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
         self.server: VllmServer | None = None  # ends with this process
+        self.judges, self.judged = ThreadPoolExecutor(1, "judge"), deque[Future[None]]()
         self._beat_at = 0.0
         self._learner_beat: float | None = None
         self._learner_seen = 0.0  # when that changed, by the clock of this process: the pool's may jump
@@ -110,6 +115,7 @@ class SamplerLoop:
                 self._check_learner()
                 time.sleep(_LONGEST_PAUSE_SECONDS)
                 continue
+            self._await_judges()
             began = time.monotonic()
             taken = self.pool.take_orders(self.num_groups, self.follower.version, self.terms, self.book.prompt_of)
             if taken.orders:
@@ -125,7 +131,7 @@ class SamplerLoop:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _fulfil(self, orders: Sequence[Order]) -> None:
-        """Sample, judge and deliver some groups of one RL stage after the other."""
+        """Sample some groups of one RL stage after the other, and have them judged and delivered meanwhile."""
         train = self.config.train
         for stage in sorted({order.stage for order in orders}):
             mine = [order for order in orders if order.stage == stage]
@@ -135,15 +141,28 @@ class SamplerLoop:
             completions = [
                 replace(completion, sampler_id=self.name) for completion in self.follower.sampler.generate(requests, params)
             ]
-            self._beat("judging", now=True)
-            prompts = [self.book.by_id[request.prompt_id] for request in requests]
-            samples = judge(prompts, completions, self.crew.tokenizer, self.crew.verifier)
-            groups = group(samples, train.batch.group_size)
-            late = self.pool.deliver(list(zip(mine, groups, strict=True)))
-            for order in late:
-                self.writer.event("drop", f"group {order.group_id} was delivered after its lease had ended", cause="late")
-            self.facts["samples"] += len(samples)
             self.facts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+            self.judged.append(self.judges.submit(self._deliver, mine, completions))
+
+    def _deliver(self, orders: Sequence[Order], completions: Sequence[Completion]) -> None:
+        """Judge completions and put them into the pool; runs in the judges' thread."""
+        prompts = [self.book.by_id[completion.prompt_id] for completion in completions]
+        samples = judge(prompts, completions, self.crew.tokenizer, self.crew.verifier)
+        groups = group(samples, self.config.train.batch.group_size)
+        for order in self.pool.deliver(list(zip(orders, groups, strict=True))):
+            self.writer.event("drop", f"group {order.group_id} was delivered after its lease had ended", cause="late")
+        self.facts["samples"] += len(samples)
+
+    def _await_judges(self) -> None:
+        """Wait until few enough claims are being judged, giving signs of life; what a judge raised is raised here."""
+        while self.judged:
+            done, _ = wait([self.judged[0]], _BEAT_SECONDS if len(self.judged) > _MOST_JUDGED else 0)
+            if done:
+                self.judged.popleft().result()
+            elif len(self.judged) <= _MOST_JUDGED:
+                return
+            else:
+                self._beat("judging")
 
     def _on_progress(self, finished: int, total: int) -> None:
         self.facts["finished"] += 1
@@ -173,6 +192,7 @@ class SamplerLoop:
 
     def close(self) -> None:
         """Give back what is held and end the verifier's processes."""
+        self.judges.shutdown(wait=False, cancel_futures=True)  # what it still delivers is somebody else's by then
         self.pool.release(self.name)
         self.crew.verifier.close()
         self.follower.sampler.close()

@@ -24,7 +24,7 @@ from trainer.config.schema import Train
 from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
-from trainer.policy.checkpoint import load_newest, save_checkpoint
+from trainer.policy.checkpoint import checkpoint_facts, load_newest, save_checkpoint
 from trainer.processes import forget_peak_memory, peak_memory_bytes
 from trainer.reward.hacking import watch
 from trainer.reward.summary import part_shares
@@ -266,6 +266,8 @@ class SyncSchedule:
             facts["anchors"] = self.crew.anchors.state()
         keep = self.train.checkpoints.keep
         save_checkpoint(self.place.checkpoints, step, self.place.identity, parts, facts, keep)
+        if self.crew.anchors is not None:
+            self.crew.anchors.prune({kept["anchors"]["version"] for kept in checkpoint_facts(self.place.checkpoints)})
         self.saved_step = step
 
     def _stop_if_asked(self, step: int) -> None:

@@ -150,6 +150,13 @@ def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         open_anchors(tmp_path / "anchors", Origin(ORIGIN.model_sha256, "d" * 64))
 
 
+def test_another_temperature_is_refused(tmp_path: Path) -> None:
+    build(tmp_path / "anchors", build_model())
+    assert len(open_anchors(tmp_path / "anchors", ORIGIN, 0.7)) == 14
+    with pytest.raises(DataError, match=r"at temperature 0\.7, training samples at 1"):
+        open_anchors(tmp_path / "anchors", ORIGIN, 1.0)
+
+
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove"])
 def test_a_damaged_shard_is_found(tmp_path: Path, harm: str) -> None:
     build(tmp_path / "anchors", build_model(), shard_bytes=2000)

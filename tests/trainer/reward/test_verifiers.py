@@ -16,6 +16,7 @@ from trainer.config.schema import Reward, RewardPart
 from trainer.errors import ConfigError, DataError
 from trainer.reward import build_verifier, summarise
 from trainer.reward.pool import Nursery, NurseryChannel, Pool
+from trainer.reward.summary import part_shares
 from trainer.types import AnswerText, Prompt, Verdict, Verifier
 
 
@@ -63,6 +64,13 @@ def test_workers_begin_to_start_with_their_verifier_and_end_with_it_even_unused(
     with verifier(verifier="reasoning_gym"):
         (nursery,) = [child for child in psutil.Process().children() if child.pid not in before]
     assert not nursery.is_running()
+
+
+def test_a_verifier_that_is_closed_before_its_worker_is_there_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        with verifier(verifier="format"):
+            pass
+    assert capfd.readouterr().err == ""
 
 
 def test_unknown_task_is_an_error_verdict_not_an_exception() -> None:
@@ -198,6 +206,7 @@ def test_verdicts_become_metrics() -> None:
     assert metrics["reward/part_a_status_timeout_fraction"] == 0.5
     assert metrics["reward/judge_seconds_mean"] == pytest.approx(0.2)
     assert metrics["reward/judge_seconds_max"] == pytest.approx(0.3)
+    assert part_shares(verdicts) == {"part_a_ok_fraction": 0.5, "part_b_ok_fraction": 0.5}
 
 
 def test_many_answers_keep_their_order_over_many_workers() -> None:
