@@ -232,7 +232,8 @@ def report(steps: int, only: str) -> None:
     for case in cases:
         taken[case] = run_case(case, steps)
         print(
-            f"{case.name}: {taken[case]['peak_bytes'] / 1e6:,.0f} MB, {taken[case]['seconds']['time/step_seconds']:.2f} s a step"
+            f"{case.name}: {taken[case]['peak_bytes'] / 1e6:,.0f} MB, {taken[case]['seconds']['time/step_seconds']:.2f} s a step",
+            flush=True,
         )
     calibrated = hardware
     if CALIBRATED_ON in taken:
