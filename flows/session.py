@@ -34,7 +34,7 @@ from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
 
 RETRY_SECONDS = (1, 10)
-_HEALING_CODES = (1, 7, 255)  # a crash, a lock that a survivor held, a fork server that was killed
+_HEALING_CODES = (1, 7, 11, 255)  # a crash, a lock that a survivor held, a rank that died, a fork server that was killed
 
 Beat = dict[str, Any]
 How = Literal["made", "cached", "restored"]

@@ -70,7 +70,8 @@ class _Counts:
     num_visits: int = 0
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a host tensor's memory."""
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -140,7 +141,7 @@ class DiskSource:
             if name in resident:
                 self._resident[name] = flat.clone()
             else:
-                write_from(self._path(name, 0), _bytes(flat), drop_cache)
+                write_from(self._path(name, 0), bytes_of(flat), drop_cache)
         largest = max((f.num_bytes for name, f in self._facts.items() if name not in self._resident), default=0)
         count = prefetch + 2 + split + more_slots
         make = new_buffer or (lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
@@ -219,7 +220,7 @@ class DiskSource:
         if changed:
             self._pending.add(unit)
             self._counts.written_bytes += fact.num_bytes
-            raw = _bytes(slot.buffer[: fact.num_bytes])
+            raw = bytes_of(slot.buffer[: fact.num_bytes])
             slot.writing = self._writer.submit(write_from, self._path(unit, 1 - fact.current), raw, self.drop_cache)
         self._read_ahead()
 
@@ -230,7 +231,9 @@ class DiskSource:
         slot.unit, slot.writing = unit, None
         self._where[unit] = slot
         self._counts.read_bytes += fact.num_bytes
-        slot.reading = self._reader.submit(read_into, self._newest(unit), _bytes(slot.buffer[: fact.num_bytes]), self.drop_cache)
+        slot.reading = self._reader.submit(
+            read_into, self._newest(unit), bytes_of(slot.buffer[: fact.num_bytes]), self.drop_cache
+        )
         return slot
 
     def _read_ahead(self) -> None:
@@ -335,7 +338,7 @@ class DiskSource:
             slot.reading = None
         self._forget(unit)
         fact = self._facts[unit]
-        write_from(self._path(unit, fact.current), _bytes(flat.contiguous().to(fact.dtype)), self.drop_cache)
+        write_from(self._path(unit, fact.current), bytes_of(flat.contiguous().to(fact.dtype)), self.drop_cache)
 
     def metrics(self) -> dict[str, float]:
         last = self._last
