@@ -21,17 +21,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer.errors import ResourceError
 from trainer.files import disk_full_is_named
 from trainer.memory.journal import Journal
 
 CURRENT = "current.json"
 _BLOCK = 2**24  # bytes of one read or write
+_ANEW = "it is a working copy: run the same command again, which makes it anew and goes on from the last checkpoint"
 
 
 @dataclass(eq=False)
@@ -76,23 +79,39 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_into(path: Path, buffer: memoryview, drop_cache: bool) -> None:
-    """Fill a buffer from a file of exactly its size."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Fill a buffer from a file of exactly its size.
+
+    Raises:
+        ResourceError: it is gone, shorter than it was written, or the disk cannot read it.
+    """
+    with _told(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            done = 0
+            while done < len(buffer):
+                got = os.preadv(descriptor, [buffer[done : done + _BLOCK]], done)
+                if not got:
+                    raise ResourceError(f"{path}: has {done} bytes instead of the {len(buffer)} that were written; {_ANEW}")
+                done += got
+            if drop_cache:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn what a disk fails with into a ResourceError that says where and what to do."""
     try:
-        done = 0
-        while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done : done + _BLOCK]], done)
-            assert got, f"{path} is too short"
-            done += got
-        if drop_cache:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+        with disk_full_is_named(path):
+            yield
+    except OSError as error:
+        raise ResourceError(f"{path}: {(error.strerror or str(error)).lower()}; {_ANEW}") from error
 
 
 def write_from(path: Path, buffer: memoryview, drop_cache: bool) -> None:
     """Write a buffer to a file; what was there is replaced."""
-    with disk_full_is_named(path):
+    with _told(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             done = 0
