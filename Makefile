@@ -13,7 +13,7 @@ UNIT := not smoke and not vllm and not deepspeed and not gpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint format bench bench-trl vllm-env smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint reference docs-check format bench bench-trl vllm-env smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -64,11 +64,17 @@ lint: $(VENV)/.installed  ## style, types and the arrows between packages
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+reference: $(VENV)/.installed  ## write docs/reference.md, every key of a campaign, from trainer/config/schema.py
+	$(BIN)/python -m trainer.config.reference > docs/reference.md
+
+docs-check: setup  ## run every command that README.md and docs/ show, and check their links
+	$(BIN)/python -m tests.documentation
+
 format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := sampler pool async rewards overhead memory tiers anchors trl
+BENCHMARKS := plan sampler pool async rewards overhead memory tiers anchors trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ SMALLEST_KL = 0.01  # nats a token; below it a share says nothing
 STYLE = (
     "<style>text{font:11px sans-serif;fill:#555}.end{text-anchor:end}.middle{text-anchor:middle}.grid{stroke:#ddd}"
     ".mark{stroke:#999;stroke-dasharray:3 3}.line{fill:none;stroke-width:2}.faint{opacity:.3}"
+    ".t1{fill:#0b6bcb}.t2{fill:#c2410c}.t3{fill:#15803d}"
     ".s1{stroke:#0b6bcb;fill:none}.s2{stroke:#c2410c;fill:none}.s3{stroke:#15803d;fill:none}.s4{stroke:#7e22ce;fill:none}</style>"
 )
 
@@ -66,6 +69,14 @@ def watch_exactly(seen: list[tuple[int, float, float]]) -> Any:
 
     AnchorGuard.after_step = measured  # type: ignore[method-assign]
     return acts
+
+
+def draw(path: Path, title: str, series: Sequence[Series], marks: Sequence[tuple[float, str]] = ()) -> None:
+    """Write a chart from zero, with its title and legend, as a file that stands alone."""
+    chart = line_chart(title, series, (0.0, None), marks).replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
+    words = "".join(f'<tspan class="t{n}" dx="8">{escape(one.label)}</tspan>' for n, one in enumerate(series, start=1))
+    dashed = f'<tspan dx="8">dashed: {marks[0][1]}</tspan>' if marks else ""
+    write_text(path, chart.replace("</svg>", f'<text x="50" y="9">{escape(title)}{words}{dashed}</text></svg>') + "\n")
 
 
 def total(run: Path, name: str) -> float:
@@ -115,13 +126,7 @@ def report(workspace: Workspace, anchored: Path, exact: Path, seen: list[tuple[i
         Series("anchored KL", tuple((step, one) for step, one, _ in seen), noisy=False),
         Series("exact KL of the same policy", tuple((step, other) for step, _, other in seen), noisy=False),
     )
-    chart = line_chart(
-        "anchored and exact KL over the quickstart", series, (0.0, None), [(step, "refresh") for step in refreshes]
-    )
-    svg = chart.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1).replace(
-        "</svg>", '<text x="60" y="18">blue anchored, orange exact KL (nats a token); dashed: refresh</text></svg>'
-    )
-    write_text(RESULTS / "anchors.svg", svg)
+    draw(RESULTS / "anchors.svg", "anchored and exact KL, nats a token", series, [(step, "refresh") for step in refreshes])
     table = Table("what", "measured", "expected")
     table.add_row("reference forward tokens, making the anchors", f"{made:,}", "")
     table.add_row("reference forward tokens, refreshes and audits", f"{while_training:,.0f}", "")

@@ -6,7 +6,7 @@
 Wall and CPU seconds of the whole process tree. The databases exist beforehand, as after `make setup`; nothing else is warm.
 
     python -m benchmarks.overhead            make bench-overhead            expected: below 10 % of the quickstart
-    python -m benchmarks.overhead -S base.scratch.steps=50 -S train.stages.0.steps=3     a shrunken campaign: seconds, not percent
+    python -m benchmarks.overhead -S base.scratch.steps=400 -S train.stages.0.steps=3   a shrunken campaign: seconds, not percent
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -32,13 +31,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tasks.train
 from benchmarks.models import STEADY, forget_peak, memory, warm_up
+from tasks.plan import learn
 from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, validate
 from trainer.files import read_json, write_json, write_manifest
 from trainer.metrics import METRICS, read_lines
-from trainer.plan.hardware import load_hardware
+from trainer.plan.hardware import Efficiency, Hardware, load_hardware
 from trainer.plan.memory import TRAIN_STAGE
-from trainer.plan.plan import make_plan
+from trainer.plan.plan import Plan, make_plan
 from trainer.plan.request import plan_request
 from trainer.plan.skeleton import load_card
 from trainer.policy.load import DTYPES, save_model
@@ -167,13 +167,21 @@ def measure(case: Case, folder: Path, steps: int) -> None:
     warm_up()
     base = forget_peak()
     tasks.train.run(config, paths)
-    lines = [line["metrics"] for line in read_lines(paths.run / METRICS)][1:] or [{}]
+    every = [line["metrics"] for line in read_lines(paths.run / METRICS)]
+    lines = every[1:] or every
     seconds = {key: statistics.median(line[key] for line in lines if key in line) for key in lines[0] if key.startswith("time/")}
+
+    def highest(key: str) -> float:
+        return float(max(line[key] for line in every)) - base
+
     write_json(
         folder / "measured.json",
         {
             "base_bytes": base,
-            "peak_bytes": memory("VmHWM") - base,
+            # the trainer begins its peak anew with every phase of a step, so the whole is the highest of what it wrote
+            "peak_bytes": max(highest("memory/rss_peak_bytes"), memory("VmHWM") - base),
+            "sample_bytes": highest("memory/sample_peak_bytes"),
+            "learn_bytes": highest("memory/learn_peak_bytes"),
             "seconds": seconds,
             "completion_tokens": statistics.mean(line.get("completion/length_mean", 0) for line in lines),
         },
@@ -206,52 +214,81 @@ def main() -> None:
     report(options.steps, options.only)
 
 
+def plan_of(case: Case, steps: int, hardware: Hardware, completion_tokens: float) -> Plan:
+    shape = MODELS[case.model]
+    tree = {"name": case.model, "model_type": "llama", **shape, "num_key_value_heads": shape["num_attention_heads"]}
+    card = load_card({**tree, "vocab_size": VOCABULARY, "tie_word_embeddings": False})
+    return make_plan(plan_request(config_of(case, steps), hardware, card, {"completion_tokens": completion_tokens}))
+
+
+def seconds_of(plan: Plan) -> float:
+    schedule = plan.schedule
+    return schedule.sample_seconds + schedule.score_seconds + schedule.train_seconds + schedule.fixed_seconds
+
+
 def report(steps: int, only: str) -> None:
     """Run all cases and print predicted beside measured."""
     hardware = load_hardware("local")
-    rows = []
-    for case in (case for case in CASES if only in case.name):
-        measured = run_case(case, steps)
-        shape = {
-            "name": case.model,
-            "model_type": "llama",
-            **MODELS[case.model],
-            "num_key_value_heads": MODELS[case.model]["num_attention_heads"],
-        }
-        card = load_card({**shape, "vocab_size": VOCABULARY, "tie_word_embeddings": False})
-        request = plan_request(config_of(case, steps), hardware, card, {"completion_tokens": measured["completion_tokens"]})
-        plan = make_plan(request)
-        fixed = plan.memory.find("device", "worker process")
-        peak, phase = plan.memory.peak("device", TRAIN_STAGE)
-        rows.append(
-            {
-                "case": case.name,
-                "predicted_bytes": peak - fixed,
-                "phase": phase,
-                "measured_bytes": measured["peak_bytes"],
-                "base_bytes": measured["base_bytes"],
-                "seconds": measured["seconds"],
-                "predicted_seconds": {
-                    "sample": plan.schedule.sample_seconds,
-                    "learn": plan.schedule.train_seconds + plan.schedule.score_seconds,
-                },
-            }
+    cases = [case for case in CASES if only in case.name]
+    taken = {}
+    for case in cases:
+        taken[case] = run_case(case, steps)
+        print(
+            f"{case.name}: {taken[case]['peak_bytes'] / 1e6:,.0f} MB, {taken[case]['seconds']['time/step_seconds']:.2f} s a step"
         )
-        print(json.dumps(rows[-1]), flush=True)
-    table = Table(title="tithe plan: predicted beside measured")
-    for column in ("case", "predicted", "measured", "error", "phase"):
-        table.add_column(column)
+    calibrated = hardware
+    if CALIBRATED_ON in taken:
+        seen = {key.removeprefix("time/"): value for key, value in taken[CALIBRATED_ON]["seconds"].items()}
+        plain = plan_of(CALIBRATED_ON, steps, hardware, taken[CALIBRATED_ON]["completion_tokens"])
+        calibrated = hardware.model_copy(update={"efficiency": Efficiency(**learn(plain.request, seen))})
+    rows = [
+        compare(case, measured, plan_of(case, steps, calibrated, measured["completion_tokens"]))
+        for case, measured in taken.items()
+    ]
+    show(rows)
+    write_json(RESULTS / "plan.json", {"hardware": hardware.model_dump(mode="json"), "rows": rows})
+
+
+def compare(case: Case, measured: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return a case's numbers, planned and measured: bytes above an empty process, and seconds."""
+    ledger, schedule, seconds = plan.memory, plan.schedule, measured["seconds"]
+    peak, phase = ledger.peak("device", TRAIN_STAGE)
+    empty = ledger.find("device", "worker process")
+    learn_bytes = max(ledger.total("device", name) for name in ("score", "train"))
+    return {
+        "case": case.name,
+        "phase": phase,
+        "calibrated_on": case == CALIBRATED_ON,
+        "peak_bytes": (peak - empty, measured["peak_bytes"]),
+        "sample_bytes": (ledger.total("device", "sample") - empty, measured["sample_bytes"]),
+        "learn_bytes": (learn_bytes - empty, measured["learn_bytes"]),
+        "step_seconds": (seconds_of(plan), seconds["time/step_seconds"]),
+        "sample_seconds": (schedule.sample_seconds, seconds["time/sample_seconds"]),
+        "learn_seconds": (schedule.train_seconds + schedule.score_seconds, seconds["time/learn_seconds"]),
+        "terms": {term.name: term.bytes for term in ledger.at("device", phase)},
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="tithe plan: planned beside measured")
+    columns = ("case", "peak planned", "measured", "error", "phase", "sampling", "learning", "step planned", "measured", "error")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("case", "phase") else "right")
     for row in rows:
-        error = row["predicted_bytes"] / row["measured_bytes"] - 1
-        table.add_row(
-            row["case"],
-            f"{row['predicted_bytes'] / 1e6:,.0f} MB",
-            f"{row['measured_bytes'] / 1e6:,.0f} MB",
-            f"{error:+.1%}",
-            row["phase"],
-        )
-    Console().print(table)
-    write_json(RESULTS / "plan.json", rows)
+        sizes = [f"{value / 1e6:,.0f} MB" for value in row["peak_bytes"]]
+        times = [f"{value:.2f} s" for value in row["step_seconds"]]
+        said = "calibrated on" if row["calibrated_on"] else f"{error(row['step_seconds']):+.0%}"
+        parts = [f"{error(row[key]):+.1%}" for key in ("peak_bytes", "sample_bytes", "learn_bytes")]
+        table.add_row(row["case"], *sizes, parts[0], row["phase"], *parts[1:], *times, said)
+    Console(width=160).print(table)
+    worst = max(abs(error(row["peak_bytes"])) for row in rows)
+    others = [abs(error(row["step_seconds"])) for row in rows if not row["calibrated_on"]] or [0.0]
+    print(f"memory: within {worst:.1%} in {len(rows)} cases")
+    print(f"step time, calibrated on one other run: within {max(others):.0%}, median {statistics.median(others):.0%}")
+
+
+def error(pair: tuple[float, float]) -> float:
+    return pair[0] / pair[1] - 1
 
 
 if __name__ == "__main__":

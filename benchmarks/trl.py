@@ -8,8 +8,8 @@ Weights kept along the way are judged afterwards by one and the same evaluator, 
 
 What differs, because the programs do: TRL scores the samples once more before it learns (old log-probs), samples with
 `generate`, and judges in its own process by a direct call; tithe takes the sampler's log-probs, samples with its slots, judges in
-killable workers, and writes checkpoints, metrics and a heartbeat inside its clock. TRL's logging, saving and progress bars are
-off, and what saving costs it is taken out of its clock. Memory is the proportional set size of the process and its children:
+killable workers, and writes metrics and a heartbeat inside its clock. TRL's logging and progress bars are off. What it costs to
+keep weights for the evaluator is taken out of both clocks. Memory is the proportional set size of the process and its children:
 the peak, and how far that is above what it was once everything was imported and the base had been loaded once. The clock starts
 there too; loading the verifier is inside it on both sides.
 """
@@ -74,9 +74,19 @@ def run_tithe(config: CampaignConfig, workspace: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    import trainer.schedule.sync as schedule
     from tasks.registry import StagePaths
     from tasks.train import run
 
+    save, pauses = schedule.save_checkpoint, list[tuple[int, float]]()
+
+    def save_off_the_clock(root: Path, step: int, *rest: Any) -> Path:
+        before = time.time()
+        made = save(root, step, *rest)
+        pauses.append((step, time.time() - before))
+        return made
+
+    schedule.save_checkpoint = save_off_the_clock
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     AutoModelForCausalLM.from_pretrained(workspace / "artifacts" / "base")
     say_ready(directory)
@@ -85,7 +95,7 @@ def run_tithe(config: CampaignConfig, workspace: Path, directory: Path) -> None:
     inputs = {name: workspace / "artifacts" / name for name in ("prompts", "base", "anchors")}
     start = time.time()
     run(config, StagePaths(inputs=inputs, out=out, run=directory / "train", identity="benchmark"))
-    write_json(directory / RUN, {"start": start, "end": time.time()})
+    write_json(directory / RUN, {"start": start, "end": time.time(), "pauses": pauses})
 
 
 def run_trl(config: CampaignConfig, workspace: Path, directory: Path) -> None:
@@ -312,7 +322,9 @@ def step_times(side: str, directory: Path) -> list[float]:
         return list(run["times"])
     from trainer.metrics import METRICS, read_lines
 
-    return [line["time"] - run["start"] for line in read_lines(directory / "train" / METRICS) if line["step"] > 0]
+    lines = [line for line in read_lines(directory / "train" / METRICS) if line["step"] > 0]
+    paused = [sum(seconds for step, seconds in run["pauses"] if step < line["step"]) for line in lines]
+    return [line["time"] - run["start"] - pause for line, pause in zip(lines, paused, strict=True)]
 
 
 def weights_by_step(side: str, directory: Path) -> list[tuple[int, Path]]:

@@ -1,9 +1,10 @@
-"""The Prefect flow `campaign`: one task per stage of the registry, each around `Session.attempt`.
+"""A campaign in Prefect: one task per stage of the registry, each around `Session.attempt`.
 
-    campaign (flow)   stages in order, then the artifacts a person looks for: results table, report, MLflow link
+    walk              stages in order, then the artifacts a person looks for: results table, report, MLflow link
+    campaign_flow     walk as a flow of this process's own; the flows that deployments start (flows/deployments.py) walk too
     <stage> (task)    called directly, on the main thread, so that signals reach it; retried only where that can heal;
                       ends as Completed, Cached (current), Restored (from the cache), Cancelled or Failed
-    Watcher (thread)  moves the progress artifact, and reads whether somebody cancelled the flow run in the UI
+    Watcher (thread)  moves the progress artifact, makes alarms events, reads whether somebody cancelled the run in the UI
 
 Whatever Prefect itself cannot do (no server, a server that dies) raises PrefectAway; the stages' files are then all there is,
 and enough: the plain loop goes on from them.
@@ -14,9 +15,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,19 +32,23 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
-from prefect.context import TaskRunContext, get_run_context
+from prefect.context import FlowRunContext, TaskRunContext, get_run_context
+from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, PrefectException
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Cancelled, Completed, Failed
 from prefect.tasks import Task
 
+from flows.flow_runs import note
 from flows.session import Beat, Session, StageFailed, StageResult, retry_delay, signals_ask
 from flows.summary import comparison, mlflow_link, report_page
 from tasks.registry import Stage
+from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
+from trainer.metrics import EVENTS, read_lines
 
-PROGRESS_SECONDS, STATE_SECONDS = 3.0, 10.0
+PROGRESS_SECONDS, STATE_SECONDS = 4.0, 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _STATE_NAMES = {"made": "Completed", "cached": "Cached", "restored": "Restored"}
 
@@ -59,6 +65,25 @@ def artifact_key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
 
 
+class Alarms:
+    """Makes the alarms of a stage, which its run directory holds, events of Prefect: a person can hang a notification on them."""
+
+    def __init__(self, workspace: Workspace, stage: Stage):
+        self._path = workspace.run / stage.name / EVENTS
+        self._workspace, self._stage = workspace, stage
+        self._since = time.time()
+
+    def emit(self) -> None:
+        """Send what was written since the last call."""
+        for line in read_lines(self._path):
+            if line["kind"] != "alarm" or line["time"] <= self._since:
+                continue
+            self._since = line["time"]
+            name = f"{self._workspace.run_id}, {self._stage.name}"
+            resource = {"prefect.resource.id": f"tithe.run.{self._workspace.run_id}", "prefect.resource.name": name}
+            emit_event(f"tithe.alarm.{line.get('signal', 'other')}", resource, payload=line)
+
+
 class Watcher:
     """A thread beside one attempt at a stage: progress to Prefect, cancellation from it. Prefect may be away meanwhile."""
 
@@ -71,6 +96,7 @@ class Watcher:
         self._over = threading.Event()
         self._shown: Beat | None = None
         self._artifact: Any = None
+        self._alarms = Alarms(session.workspace, stage)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -81,12 +107,15 @@ class Watcher:
         finally:
             self._over.set()
             thread.join(timeout=5)
+            with suppress(*AWAY):
+                self._alarms.emit()
 
     def _watch(self) -> None:
         asked = time.monotonic()
         while not self._over.wait(PROGRESS_SECONDS):
             with suppress(*AWAY):
                 self._show_progress()
+                self._alarms.emit()
             if time.monotonic() - asked >= STATE_SECONDS:
                 asked = time.monotonic()
                 with suppress(*AWAY):
@@ -104,6 +133,12 @@ class Watcher:
         else:
             update_progress_artifact(artifact_id=self._artifact, progress=percent, description=description)
         self._shown = beat
+
+    def finish(self) -> None:
+        """Fill the progress bar of a stage that ended well."""
+        if self._artifact is not None:
+            with suppress(*AWAY):
+                update_progress_artifact(artifact_id=self._artifact, progress=100.0, description=f"{self.stage.name}: done")
 
     def _read_state(self) -> None:
         assert self.run_id is not None
@@ -141,6 +176,7 @@ def stage_task(session: Session, stage: Stage, on_beat: OnBeat, on_result: OnRes
                 result = session.attempt(stage, beat)
         except StopRequested as stop:
             return Cancelled(message=str(stop))
+        watcher.finish()
         on_result(result)
         message = f"{result.how} in {result.seconds:.1f} s: {session.workspace.artifact(stage.artifact)}"
         return Completed(name=_STATE_NAMES[result.how], message=message, data=result.how)
@@ -150,20 +186,53 @@ def stage_task(session: Session, stage: Stage, on_beat: OnBeat, on_result: OnRes
 
 def show_results(session: Session) -> None:
     """Leave in the flow run what a person looks for there."""
-    name = session.workspace.config.campaign.name
+    workspace = session.workspace
+    name = workspace.config.campaign.name
     results = session.results.values()
     stages = [{"stage": r.stage, "result": r.how, "seconds": round(r.seconds, 1), "attempts": r.attempts} for r in results]
-    create_table_artifact(key=artifact_key(name, "stages"), table=stages, description=f"Stages of {session.workspace.run_id}")
-    rows = comparison(session.workspace)
+    create_table_artifact(key=artifact_key(name, "stages"), table=stages, description=f"Stages of {workspace.run_id}")
+    rows = comparison(workspace)
     if rows:
         create_table_artifact(key=artifact_key(name, "evaluation"), table=rows, description="Base and trained, before and after")
-    page = report_page(session.workspace)
+    link = mlflow_link(workspace)
+    page = report_page(workspace)
     if page is not None:
-        text = f"# {name}\n\nReport: `{page}`\n\nRun directory: `{session.workspace.run}`"
-        create_markdown_artifact(key=artifact_key(name, "report"), markdown=text)
-    link = mlflow_link(session.workspace)
+        create_markdown_artifact(key=artifact_key(name, "report"), markdown=report_text(workspace, page, rows, link))
     if link:
         create_link_artifact(key=artifact_key(name, "mlflow"), link=link, link_text="MLflow run")
+
+
+def report_text(workspace: Workspace, page: Path, rows: Sequence[Mapping[str, str]], link: str | None) -> str:
+    """Return what the flow run says of the report, as Markdown: the figures, and where the page with the curves is."""
+    lines = [f"# {workspace.run_id}", ""]
+    if rows:
+        lines += ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+        lines += ["| " + " | ".join(row.values()) + " |" for row in rows] + [""]
+    if link:
+        inside = f"{page.parent.name}/{page.name}"
+        lines += [f"[Report with curves and samples]({link}/artifacts/{inside}) · [MLflow run]({link})", ""]
+    return "\n".join([*lines, f"Report: `{page}`", "", f"Run directory: `{workspace.run}`"])
+
+
+def walk(session: Session, on_beat: OnBeat, on_result: OnResult, only: Collection[str] = ()) -> State[Any]:
+    """Bring the stages up to date as tasks of the flow run that this is called in, and return the state that it ends in.
+
+    Args:
+        only: names of stages to bring up to date; empty for all.
+    """
+    context = get_run_context()
+    assert isinstance(context, FlowRunContext)
+    assert context.flow_run is not None
+    note(str(context.flow_run.id), session.workspace.run, deployed=context.flow_run.deployment_id is not None)
+    with signals_ask(session.stop):
+        for stage in session.chosen(only):
+            state = stage_task(session, stage, on_beat, on_result)(return_state=True)
+            if state.is_cancelled():
+                return Cancelled(message=session.stop.reason)
+            if not state.is_completed():
+                error: Any = state.result(raise_on_failure=False)
+                return Failed(message=str(error), data=error)
+    return Completed(message=f"{len(session.results)} stages")
 
 
 def campaign_flow(session: Session, on_beat: OnBeat, on_result: OnResult) -> Flow[[str, str], Any]:
@@ -172,17 +241,11 @@ def campaign_flow(session: Session, on_beat: OnBeat, on_result: OnResult) -> Flo
     @flow(name="campaign", flow_run_name=session.workspace.run_id, persist_result=False, validate_parameters=False)
     def campaign(workspace: str, run: str) -> Any:
         """One campaign: prompts to report."""
-        with signals_ask(session.stop):
-            for stage in session.stages:
-                state = stage_task(session, stage, on_beat, on_result)(return_state=True)
-                if state.is_cancelled():
-                    return Cancelled(message=session.stop.reason)
-                if not state.is_completed():
-                    error: Any = state.result(raise_on_failure=False)
-                    return Failed(message=str(error), data=error)
+        state = walk(session, on_beat, on_result)
+        if state.is_completed():
             with suppress(*AWAY):
                 show_results(session)
-        return Completed(message=f"{len(session.results)} stages")
+        return state
 
     return campaign
 

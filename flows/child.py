@@ -38,6 +38,7 @@ from trainer.files import read_json, write_json
 from trainer.metrics import HEARTBEAT
 
 POLL_SECONDS = 0.5
+_ONE_AT_A_TIME = threading.RLock()  # multiprocessing's book of children is not made for several threads, and a sweep has them
 
 
 class Child(Protocol):
@@ -79,8 +80,10 @@ class ForkedChild:
         self.pid = process.pid
 
     def wait(self, timeout_seconds: float) -> int | None:
-        self._process.join(timeout_seconds)
-        return self._process.exitcode
+        wait([self._process.sentinel], timeout_seconds)
+        with _ONE_AT_A_TIME:
+            self._process.join(0)
+            return self._process.exitcode
 
 
 def _enter(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
@@ -127,7 +130,7 @@ class Launcher:
         if self._server is not None:
             from multiprocessing.forkserver import ensure_running
 
-            with _nameless_program():
+            with _ONE_AT_A_TIME, _nameless_program():
                 ensure_running()
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
@@ -135,7 +138,7 @@ class Launcher:
         if self._server is None:
             return PlainChild(arguments, log, environment)
         process = self._server.Process(target=_enter, args=(list(arguments), str(log), dict(environment)), name=arguments[0])
-        with _nameless_program():
+        with _ONE_AT_A_TIME, _nameless_program():
             process.start()
         return ForkedChild(process)
 
@@ -199,7 +202,8 @@ def watch(
     Returns:
         Why it ended, and its exit code.
     """
-    started, seen = time.monotonic(), 0.0
+    started = heard = time.monotonic()  # no clock that somebody may set
+    seen: float | None = None
     try:
         while True:
             code = child.wait(POLL_SECONDS)
@@ -207,11 +211,11 @@ def watch(
                 return "exited", code
             beat = read_beat(run, child.pid)
             if beat and beat["time"] != seen:
-                seen = beat["time"]
+                seen, heard = beat["time"], time.monotonic()
                 on_beat(beat)
             if stop_wanted():
                 return "stopped", end(child, limits.grace_seconds)
-            if beat and time.time() - beat["time"] > limits.silence_seconds:
+            if seen is not None and time.monotonic() - heard > limits.silence_seconds:
                 return "silent", end(child, limits.grace_seconds)
             if time.monotonic() - started > limits.total_seconds:
                 return "late", end(child, limits.grace_seconds)

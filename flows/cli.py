@@ -2,6 +2,9 @@
 
 plan              the bill before the GPU hour
 run, resume       a whole campaign, in Prefect           up          Prefect and MLflow servers on this machine
+sweep             many of them that differ in some keys  compare     runs side by side
+doctor            what ails a run                        lineage     where a result comes from
+promote           a model into MLflow's registry         export      a model for transformers or vLLM
 <stage>           one stage by itself                    initialise  make the databases, once
 status            what is current, what runs             sync        send what MLflow missed
 replay            an async run again, from its pool
@@ -14,6 +17,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +28,9 @@ from flows.plan import plan_command
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.command import tell
 from tasks.registry import OPTIONAL_STAGES, STAGES, Stage, get_stage
-from tasks.workspace import REPOSITORY, Workspace
-from trainer.errors import ModelError, TitheError, name_os_error
+from tasks.search import Kind
+from tasks.workspace import REPOSITORY, Workspace, replayable
+from trainer.errors import ConfigError, ModelError, TitheError, name_os_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,6 +73,13 @@ def find(
     return resolve_workspace(config, run_directory, root, stages or "")
 
 
+def must_be_begun(workspace: Workspace, command: str) -> None:
+    """Raise ConfigError when a command is for a run that is there, and there is none."""
+    if not (workspace.run / "config.json").exists():
+        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
+        raise ConfigError(command, str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
+
+
 @app.command()
 def run(
     context: typer.Context,
@@ -76,6 +88,7 @@ def run(
     run_directory: RunDirectory = None,
     root: Root = None,
     force: Annotated[list[str] | None, typer.Option("--force-stage", help="Run this stage even when it is current.")] = None,
+    force_plan: Annotated[bool, typer.Option("--force", help="Start it although the plan says that it does not fit.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Without Prefect: the same stages in a plain loop.")] = False,
     no_tracking: NoTracking = False,
     fork: Fork = None,
@@ -94,7 +107,7 @@ def run(
     from flows.start import run_campaign
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork)
+    run_campaign(workspace, force or [], plain, not no_tracking, context.obj, fork, force_plan)
 
 
 @app.command()
@@ -114,13 +127,165 @@ def resume(
     Example: tithe resume recipes/smollm2.yaml
     """
     from flows.start import run_campaign
-    from trainer.errors import ConfigError
 
     workspace = find(recipe, overrides, run_directory, root, stages)
-    if not (workspace.run / "config.json").exists():
-        known = ", ".join(sorted(path.parent.name for path in workspace.root.glob("runs/*/config.json"))) or "none"
-        raise ConfigError("resume", str(workspace.run), f"no such run was begun; there are: {known}. `tithe run` begins one")
+    must_be_begun(workspace, "resume")
     run_campaign(workspace, [], plain, not no_tracking, context.obj, fork)
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A recipe (default: params.yaml), and KEY=a,b,c or KEY=low..high[:log] for each key.", metavar="[RECIPE] KEY=..."
+        ),
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Every combination of the values (the default).")] = False,
+    random: Annotated[int, typer.Option("--random", min=0, metavar="N", help="N draws.")] = 0,
+    optuna: Annotated[
+        int, typer.Option("--optuna", min=0, metavar="N", help="N trials that Optuna proposes; hopeless ones are stopped.")
+    ] = 0,
+    overrides: Override = None,
+    objective: Annotated[str, typer.Option(help="Metric of training whose last value ranks the trials.")] = "heldout/reward_mean",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Trials at a time, each with its share of the cores; 0 decides by the machine.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the draws of --random and --optuna.")] = 0,
+    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="Whether --optuna stops trials below the median.")] = True,
+    name: Annotated[
+        str, typer.Option(help="Name of the sweep; default: by what it tries, so that the same command goes on.")
+    ] = "",
+    root: Root = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without Prefect.")] = False,
+    no_tracking: NoTracking = False,
+    fork: Fork = None,
+    stages: StageList = None,
+) -> None:
+    """Run trials of one campaign that differ in some keys, several at a time. Run again: only what is missing is run.
+
+    Prompts, base and anchors are made once. A trial that fails costs that trial alone. MLflow shows them as children of one run.
+
+    Examples:
+
+    tithe sweep --grid train.optimizer.learning_rate=1e-4,2e-4,4e-4 campaign.seed=0,1
+
+    tithe sweep recipes/smollm2.yaml --random 8 train.optimizer.learning_rate=1e-6..1e-4:log train.lora.rank=4..32
+
+    tithe sweep --optuna 20 train.optimizer.learning_rate=1e-5..1e-3:log
+    """
+    from flows.start import run_sweep
+    from flows.trials import Asked
+    from tasks.sweep import Spec
+    from trainer.errors import ConfigError
+
+    axes = [word for word in words or () if "=" in word]
+    recipes = [word for word in words or () if "=" not in word]
+    if len(recipes) > 1:
+        raise ConfigError("sweep", " ".join(recipes), "names two recipes; a key is written as KEY=a,b,c")
+    if grid + bool(random) + bool(optuna) > 1:
+        raise ConfigError("sweep", "", "--grid, --random and --optuna are three ways to choose; name one")
+    kind: Kind = "random" if random else "optuna" if optuna else "grid"
+    spec = Spec(kind, tuple(axes), random or optuna, seed, objective, prune)
+    asked = Asked(spec, Path(recipes[0]) if recipes else None, tuple(overrides or ()), workers, name, root, stages or "")
+    run_sweep(asked, plain, not no_tracking, context.obj, fork)
+
+
+class Engine(StrEnum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(help="A run id or directory, a workspace (its newest run), a sweep (its best).", metavar="RUN"),
+]
+
+
+@app.command()
+def compare(
+    words: Annotated[list[str], typer.Argument(help="Runs, or a sweep (all its trials).", metavar="RUN...|SWEEP")],
+    objective: Annotated[str, typer.Option(help="Metric of training whose last value ranks the runs.")] = "heldout/reward_mean",
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; default: compare.html in the sweep, else here.")] = None,
+    from_mlflow: Annotated[bool, typer.Option("--mlflow", help="Read what MLflow holds of them instead of their files.")] = False,
+) -> None:
+    """Lay runs side by side: the keys in which they differ, what each reached, their curves on one page.
+
+    Examples:
+
+    tithe compare campaigns/quickstart-grid-1a2b3c
+
+    tithe compare quickstart-1a2b3c4d quickstart-5e6f7a8b --objective reward/mean
+    """
+    from flows.look import compare_runs
+
+    compare_runs(words, objective, html, from_mlflow)
+
+
+@app.command()
+def doctor(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say whether a run is healthy, or what ails it: where, on what evidence, and which knob to turn.
+
+    Exit code 0 for healthy, 1 for findings.
+
+    Example: tithe doctor quickstart-1a2b3c4d
+    """
+    from flows.look import show_health
+
+    raise typer.Exit(show_health(run, as_json))
+
+
+@app.command()
+def lineage(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, with whole hashes.")] = False,
+) -> None:
+    """Show where a result comes from: data, base, anchors, configuration, code, environment, policy, evaluation, with hashes.
+
+    Example: tithe lineage quickstart-1a2b3c4d
+    """
+    from flows.look import show_lineage
+
+    show_lineage(run, as_json)
+
+
+@app.command()
+def promote(
+    run: RunArgument,
+    metric: Annotated[str, typer.Option(help="Of the evaluation: its gain over the base decides.")] = "pass@1",
+    margin: Annotated[float, typer.Option(min=0, help="Least gain, in the metric's unit: 0.02 is two points of pass@1.")] = 0.0,
+    name: Annotated[str, typer.Option(help="Of the registered model; default: the campaign's.")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="Register it although the gate refuses; no champion then.")] = False,
+) -> None:
+    """Register a run's model in MLflow, with evaluation and lineage, when it beats the base beyond chance.
+
+    The gate: the lower end of the paired bootstrap interval of the metric's gain lies above the margin.
+
+    Example: tithe promote quickstart-1a2b3c4d --margin 0.02
+    """
+    from flows.look import promote_run
+
+    promote_run(run, metric, margin, name, anyway)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    directory: Annotated[Path, typer.Argument(help="New or empty, or an earlier export.", metavar="DIR")],
+    engine: Annotated[Engine, typer.Option("--for", help="Which engine will load it.")] = Engine.transformers,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, beside its base.")] = False,
+) -> None:
+    """Write a run's model where plain transformers or vLLM loads it, and print what to type then.
+
+    Example: tithe export quickstart-1a2b3c4d models/adder --for vllm
+    """
+    from flows.look import export_run
+
+    export_run(run, directory, engine.value, adapter)
 
 
 @app.command()
@@ -168,14 +333,18 @@ def preflight(
 def up(
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Prefect's API and UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of MLflow.")] = 5000,
+    slots: Annotated[int | None, typer.Option(min=1, help="Campaigns at once; default: one a GPU, or one.")] = None,
 ) -> None:
-    """Start Prefect and MLflow on this machine and print their addresses; Ctrl-C stops both, their history stays.
+    """Start Prefect, MLflow and a worker on this machine and print their addresses; Ctrl-C stops all, their history stays.
+
+    In Prefect's UI, campaigns, evaluations and plans can then be started and scheduled (Deployments). Databases are SQLite files
+    in .tithe/, or PostgreSQL: TITHE_DATABASE=postgresql://user@host/name.
 
     Example: tithe up --prefect-port 4201 --mlflow-port 5001
     """
     from flows.up import serve
 
-    serve(prefect_port, mlflow_port)
+    serve(prefect_port, mlflow_port, slots)
 
 
 @app.command()
@@ -187,11 +356,12 @@ def initialise() -> None:
 
 
 @app.command()
-def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None) -> None:
+def sync(recipe: Recipe = None, overrides: Override = None, root: Root = None, stages: StageList = None) -> None:
     """Send what an unreachable MLflow missed. `run` does that by itself; this is for when nothing is left to run."""
     from tasks.tracking import main as track
 
-    workspace = find(recipe, overrides, None, root, None)
+    workspace = find(recipe, overrides, None, root, stages)
+    must_be_begun(workspace, "sync")
     raise typer.Exit(track(["sync", str(workspace.root), str(workspace.run)]))
 
 
@@ -203,6 +373,7 @@ def replay(
 
     Example: tithe replay campaigns/lora-async/runs/lora-async-1a2b3c4d
     """
+    replayable(run)
     from rich.progress import Progress
 
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:

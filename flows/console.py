@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flows.session import Beat, StageResult
 from tasks.registry import Stage
+from tasks.sweep import Outcome, Trial
 
 PLAIN_SECONDS = 15.0
 _HOW = {"made": "made in {seconds:.1f} s", "cached": "current", "restored": "taken from the cache"}
@@ -51,20 +52,40 @@ class Console:
 
     def beat(self, stage: Stage, beat: Beat) -> None:
         """Show how far a stage is."""
+        self._show(stage.name, f"{stage.name}: {beat['doing']}", beat)
+
+    def trial_beat(self, trial: Trial, stage: Stage, beat: Beat) -> None:
+        """Show how far a stage of a trial is."""
+        self._show(str(trial.number), f"trial {trial.number} {stage.name}: {beat['doing']}", beat)
+
+    def _show(self, bar: str, text: str, beat: Beat) -> None:
         total = beat.get("total") or 0
         if self._progress is not None:
-            text = f"{stage.name}: {beat['doing']}"
-            if stage.name not in self._bars:
-                self._bars[stage.name] = self._progress.add_task(text, total=total or None)
-            self._progress.update(self._bars[stage.name], completed=beat["step"], total=total or None, description=text)
+            if bar not in self._bars:
+                self._bars[bar] = self._progress.add_task(text, total=total or None)
+            self._progress.update(self._bars[bar], completed=beat["step"], total=total or None, description=text)
         elif total and time.monotonic() - self._last >= PLAIN_SECONDS:
             self._last = time.monotonic()
-            self.say(f"{stage.name}: {beat['doing']}, step {beat['step']} of {total}")
+            self.say(f"{text}, step {beat['step']} of {total}")
+
+    def _hide(self, bar: str) -> None:
+        if self._progress is not None and bar in self._bars:
+            self._progress.remove_task(self._bars.pop(bar))
+
+    def trial_end(self, trial: Trial, outcome: Outcome | None) -> None:
+        """Say how a trial ended."""
+        self._hide(str(trial.number))
+        if outcome is None:
+            how = "stopped"
+        elif outcome.state == "done":
+            how = f"{outcome.result:.4g} at step {outcome.step}, {outcome.seconds:.0f} s"
+        else:
+            how = str(outcome.error) if outcome.state == "pruned" else f"failed: {outcome.error}"
+        self.say(f"trial {trial.number} ({trial.name}): {how}")
 
     def result(self, result: StageResult) -> None:
         """Say how a stage ended."""
-        if self._progress is not None and result.stage in self._bars:
-            self._progress.remove_task(self._bars.pop(result.stage))
+        self._hide(result.stage)
         attempts = f" at attempt {result.attempts}" if result.attempts > 1 else ""
         self.say(f"{result.stage:<9} {_HOW[result.how].format(seconds=result.seconds)}{attempts}")
 

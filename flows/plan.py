@@ -107,9 +107,9 @@ def show(console: Console, plan: Any, advice: Any, changed: tuple[str, ...], det
     from trainer.plan.flags import flags
 
     request, verdict, schedule, card = plan.request, plan.verdict, plan.schedule, plan.request.card
-    active = f", {card.active_parameters / 1e9:,.3g}B active" if card.is_moe else ""
-    adapter = f", adapter of {request.adapter_parameters / 1e6:,.3g}M" if request.adapter_parameters else ""
-    console.print(f"[b]{request.name}[/b]: {card.name}, {card.parameters / 1e9:,.4g}B parameters{active}{adapter}")
+    active = f", {count(card.active_parameters)} active" if card.is_moe else ""
+    adapter = f", adapter of {count(request.adapter_parameters)}" if request.adapter_parameters else ""
+    console.print(f"[b]{request.name}[/b]: {card.name}, {count(card.parameters)} parameters{active}{adapter}")
     for note in request.hardware.notes:
         console.print(f"  {request.hardware.name}: {note}", style="dim")
     console.print(
@@ -150,6 +150,14 @@ def show_advice(console: Console, advice: Any, fits: bool) -> None:
         for step in advice.faster:
             console.print(f"  - {step.change.says(step.after.request)}: {step.effect}", markup=False)
         console.print()
+
+
+def count(parameters: float) -> str:
+    """Return a number of parameters as people say it: 8.19B, 332k."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g}{unit}"
+    return f"{parameters:,.0f}"
 
 
 def seconds(value: float) -> str:
@@ -298,10 +306,9 @@ def _comparison_column(plan: Any, usual: Any, size: Any) -> dict[str, str]:
 
 def show_calibration(console: Console, run: Path, hardware: str) -> None:
     """Learn from a run and print what was learned."""
-    from tasks.plan import calibrate, calibration_file
-    from trainer.plan.hardware import load_hardware
+    from tasks.plan import calibrate, calibration_file, hardware_of
 
-    learned = calibrate(run, load_hardware(hardware))
+    learned = calibrate(run, hardware_of(hardware))
     table = Table(title=f"learned from {run.name}", title_justify="left")
     table.add_column("efficiency")
     table.add_column("value", justify="right")

@@ -16,16 +16,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.locks import wait_for
-from tasks.workspace import state_directory
-from trainer.errors import TitheError
-from trainer.files import read_json
+from tasks.locks import hold
+from tasks.workspace import server_database, state_directory
+from trainer.errors import BusyError, TitheError
+from trainer.files import read_json, sha256_text
 
 READY_SECONDS = 300.0  # 5 s; a first start makes the database, 8 to 25 s; far more on a machine that is busy
 _STOP_SECONDS = 10.0
@@ -49,7 +49,16 @@ def settings() -> dict[str, str]:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }
+    database = server_database("prefect", "asyncpg")
+    if database is not None:
+        ours["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
     return {key: os.environ.get(key, value) for key, value in ours.items()}
+
+
+def initialised_marker() -> Path:
+    """Return the file that says that Prefect's database is made."""
+    database = server_database("prefect", "asyncpg")
+    return state_directory() / "prefect" / (f"initialised-{sha256_text(database)[:8]}" if database else "initialised")
 
 
 def addresses_file() -> Path:
@@ -108,7 +117,7 @@ class Server:
     Args:
         name: for messages.
         module: run as `python -m <module> <arguments>`.
-        health: URL that answers 200 when it is ready.
+        health: URL that answers 200 when it is ready; empty for one that nobody asks.
     """
 
     def __init__(self, name: str, module: str, arguments: list[str], health: str, log: Path, environment: Mapping[str, str]):
@@ -128,8 +137,10 @@ class Server:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def wait_ready(self, timeout_seconds: float = READY_SECONDS, stop: object = None) -> None:
-        """Wait until it answers, or until `stop` has become true.
+    def wait_ready(
+        self, timeout_seconds: float = READY_SECONDS, stop: object = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until it answers, or until `stop` has become true; `meanwhile` is called at every look.
 
         Raises:
             ServerError: it ended, or did not answer in time.
@@ -140,13 +151,22 @@ class Server:
                 raise ServerError(f"{self.name} ended with exit code {self._process.returncode} while starting; see {self.log}")
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.name} did not answer within {timeout_seconds:.0f} s; see {self.log}")
+            meanwhile()
             time.sleep(0.1)
 
-    def stop(self) -> None:
-        """Ask it to stop, then kill what is left of its group."""
+    def stop(self, timeout_seconds: float = _STOP_SECONDS, busy: Callable[[], bool] = lambda: False) -> None:
+        """Ask it to stop, then kill what is left of its group.
+
+        Args:
+            timeout_seconds: how long it may take.
+            busy: whether something that it had started is still at work and may take as long.
+        """
+        deadline = time.monotonic() + timeout_seconds
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_STOP_SECONDS)
+            self._process.wait(timeout_seconds)
+        while busy() and time.monotonic() < deadline:
+            time.sleep(0.1)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -175,18 +195,29 @@ class PrivateServer(Server):
 
 
 @contextmanager
-def private_server() -> Iterator[PrivateServer]:
-    """Run a private server; the first ever makes the database while others wait their turn."""
-    with wait_for(state_directory() / "prefect.lock"):
-        server = PrivateServer()
-        try:
-            if not (state_directory() / "prefect" / "initialised").exists():
-                server.wait_ready()
-                (state_directory() / "prefect" / "initialised").touch()
-        except ServerError:
-            server.stop()
-            raise
-    try:
+def private_server(stop: object = None, meanwhile: Callable[[], None] = lambda: None) -> Iterator[PrivateServer]:
+    """Run a private server; the first ever makes the database while others wait their turn.
+
+    Args:
+        stop, meanwhile: see `Server.wait_ready`; a database that takes a minute to make holds nobody up.
+
+    Raises:
+        ServerError: it did not start.
+    """
+    made = initialised_marker()
+    with ExitStack() as running:
+        with ExitStack() as turn:
+            while not stop and not made.exists():
+                try:
+                    turn.enter_context(hold(state_directory() / "prefect.lock", "Prefect's database is being made"))
+                    break
+                except BusyError:
+                    meanwhile()
+                    time.sleep(0.1)
+            server = PrivateServer()
+            running.callback(server.stop)
+            if not made.exists():
+                server.wait_ready(stop=stop, meanwhile=meanwhile)
+                if not stop:
+                    made.touch()
         yield server
-    finally:
-        server.stop()

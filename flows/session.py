@@ -2,6 +2,7 @@
 
     open_session     take the workspace's lock, write its files, begin the record, the shipper to MLflow and the launcher
     Session.attempt  bring one stage up to date: it is current, or in the cache, or its process runs once
+    Session.go_ahead start stage after stage while Prefect still starts; `attempt` takes over what it began
     StageFailed      how an attempt ended badly, and whether another can heal it
     Session.close    tell DVC what is finished, tell MLflow how it ended
 
@@ -14,7 +15,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,17 +25,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from flows import gate
 from flows.child import Child, Launcher, Lease, Limits, end, watch
 from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
 from tasks.registry import Stage, optional_stages
-from tasks.tracking import LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
+from tasks.tracking import CLOSE_SECONDS, LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
 
 RETRY_SECONDS = (1, 10)
+STOPPED_SECONDS = 5.0  # what a person who stops a campaign waits for MLflow, which goes on by itself
 _HEALING_CODES = (1, 7, 11, 255)  # a crash, a lock that a survivor held, a rank that died, a fork server that was killed
 
 Beat = dict[str, Any]
@@ -121,6 +125,7 @@ class Session:
     _shipper: Shipper | None = None
     _begun: bool = False
     _ahead: Job | None = None
+    _commit: Future[None] | None = None
 
     @property
     def limits(self) -> Limits:
@@ -135,6 +140,10 @@ class Session:
     def stages(self) -> tuple[Stage, ...]:
         """The campaign's stages in order, the optional ones that its configuration asks for first."""
         return (*optional_stages(self.workspace.config), *self.workspace.stages)
+
+    def chosen(self, only: Collection[str]) -> tuple[Stage, ...]:
+        """The stages of that name, in order; all when none is named."""
+        return tuple(stage for stage in self.stages if not only or stage.name in only)
 
     def begin(self) -> None:
         """Write that the campaign runs, and begin to ship. A finished one that has nothing left to do stays as it is."""
@@ -157,29 +166,44 @@ class Session:
         if self.stop:
             raise self.stop.error()
         number = self._attempts[stage.name] = self._attempts.get(stage.name, 0) + 1
-        started = time.monotonic()
+        if stage.name in self.results:  # made ahead
+            return self.results[stage.name]
         ahead = self._take_ahead(stage)
-        if ahead is None and stage.name not in self.force:
-            if self.workspace.is_current(stage):
-                return self._done(stage, "cached", started, number)
-            if restore(self.workspace, stage):
-                return self._done(stage, "restored", started, number)
+        found = self._found(stage, number) if ahead is None and stage.name not in self.force else None
+        if found is not None:
+            return found
         job = ahead or self._start(stage, number)
         self._see_through(job, on_beat)
         return self._done(stage, "made", job.started, number)
 
-    def start_ahead(self) -> None:
-        """Start the first stage that has something to do; its `attempt` takes it over. For while Prefect still starts."""
+    def go_ahead(self) -> None:
+        """Start the first stage that has something to do, and the next when that one has ended well.
+
+        For while Prefect still starts: asked again and again, it never waits for a stage. What it began, `attempt` takes over.
+        """
+        job = self._ahead
+        if job is not None:
+            if job.child.wait(0) != 0:  # still at work; a failed one is left to its `attempt`
+                return
+            self._ahead = None
+            job.lease.drop()
+            self._done(job.stage, "made", job.started, 1)
         for stage in self.stages:
             if self.stop:
                 return
-            started = time.monotonic()
-            if stage.name in self.force or not self.workspace.is_current(stage):
-                if stage.name not in self.force and restore(self.workspace, stage):
-                    self._done(stage, "restored", started, 1)
-                    continue
+            if stage.name in self.results:
+                continue
+            result = None if stage.name in self.force else self._found(stage, 1)
+            if result is None:
                 self._ahead = self._start(stage, 1)
                 return
+
+    def _found(self, stage: Stage, number: int) -> StageResult | None:
+        """Return the result of a stage that need not run: it is current, or in the cache."""
+        started = time.monotonic()
+        if self.workspace.is_current(stage):
+            return self._done(stage, "cached", started, number)
+        return self._done(stage, "restored", started, number) if restore(self.workspace, stage) else None
 
     def _take_ahead(self, stage: Stage) -> Job | None:
         if self._ahead is None or self._ahead.stage is not stage:
@@ -188,8 +212,14 @@ class Session:
         return job
 
     def _done(self, stage: Stage, how: How, started: float, attempts: int) -> StageResult:
-        result = StageResult(stage.name, how, time.monotonic() - started, attempts)
-        return self.results.setdefault(stage.name, result)
+        result = self.results.setdefault(stage.name, StageResult(stage.name, how, time.monotonic() - started, attempts))
+        if stage is self.stages[-1] and self._commit is None:  # beside what Prefect still has to do
+            with_dvc = ThreadPoolExecutor(1, "commit")
+            self._commit = with_dvc.submit(self.commit)
+            with_dvc.shutdown(wait=False)
+            if self._shipper is not None:
+                self._shipper.hurry()
+        return result
 
     def tries_again(self, error: StageFailed) -> bool:
         """Whether a failed stage gets another attempt; says so."""
@@ -258,12 +288,15 @@ class Session:
         if self._ahead is not None:
             end(self._ahead.child, self.limits.grace_seconds)
             self._ahead.lease.drop()
-        self.commit()
+        if self._commit is None:
+            self.commit()
+        else:
+            self._commit.result()
         if self._begun:
             add_tags(self.workspace.run, {f"stage.{result.stage}": result.how for result in self.results.values()})
             finish(self.workspace.run, status, error=error)
         if self._shipper is not None:
-            self._shipper.close()
+            self._shipper.close(STOPPED_SECONDS if status == "KILLED" else CLOSE_SECONDS)
 
 
 def failure(stage: str, ending: str, code: int | None, log: Path, begun: int, limits: Limits) -> StageFailed:
@@ -306,6 +339,8 @@ def open_session(
     force: Sequence[str] = (),
     tracking: bool = True,
     fork: bool | None = None,
+    force_plan: bool = False,
+    launcher: Launcher | None = None,
 ) -> Iterator[Session]:
     """Open a campaign's session, and close it with the truth about how it ended.
 
@@ -314,17 +349,22 @@ def open_session(
         force: names of stages to run even when they are current.
         tracking: whether to mirror to MLflow.
         fork: see `Launcher`.
+        force_plan: start it although the plan says that it does not fit.
+        launcher: one that several sessions share; None makes one.
 
     Raises:
-        BusyError: another campaign runs in the workspace.
+        BusyError: another campaign runs in the workspace. ResourceError: it does not fit this machine.
     """
     limit_threads(workspace.config)
     os.environ.pop(PARENT_TRACKS, None)
     fix = "wait for it, stop it, or give this one a workspace of its own: -S campaign.name=<another>"
     with hold(workspace.root / ".tithe" / "campaign.lock", f"a campaign already runs in {workspace.root}", fix):
         workspace.claim_run()
+        launcher = launcher or Launcher(workspace.config, fork)
+        if not is_done(workspace):
+            launcher.warm()
+            gate.before(workspace, say, force_plan, launcher)
         prepare_workspace(workspace)
-        launcher = Launcher(workspace.config, fork)
         session = Session(workspace, launcher, say, tracking, frozenset(force))
         if not is_done(workspace):
             session.begin()
@@ -337,6 +377,8 @@ def open_session(
             with signals_ask(session.stop):
                 yield session
             status = "FINISHED"
+            if session._begun:
+                gate.after(workspace, say)
         except (StopRequested, KeyboardInterrupt) as stop:
             status, problem = "KILLED", str(stop)
             raise
@@ -353,13 +395,21 @@ def is_done(workspace: Workspace) -> bool:
     return record is not None and record.status == "FINISHED" and record.identity == config_hash(workspace.config)
 
 
-def run_plainly(session: Session, on_beat: Callable[[Stage, Beat], None], on_result: Callable[[StageResult], None]) -> None:
+def run_plainly(
+    session: Session,
+    on_beat: Callable[[Stage, Beat], None],
+    on_result: Callable[[StageResult], None],
+    only: Collection[str] = (),
+) -> None:
     """Run the stages in order without any orchestrator, trying again what can heal.
+
+    Args:
+        only: names of stages to run; empty for all.
 
     Raises:
         StageFailed, StopRequested.
     """
-    for stage in session.stages:
+    for stage in session.chosen(only):
         for retry in count():
             try:
                 on_result(session.attempt(stage, partial(on_beat, stage)))

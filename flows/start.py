@@ -9,28 +9,40 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
+
 from flows.console import Console
+from flows.flow_runs import directory, settle
 from flows.leave import Leave
 from flows.server import PrivateServer, ServerError, find_server, private_server, settings
-from flows.session import Session, open_session, run_plainly
+from flows.session import Session, Stop, open_session, run_plainly
 from flows.summary import comparison, mlflow_link, report_page
+from flows.trials import Asked, Runner, resolve_sweep, rows_of
 from tasks.locks import Owner
 from tasks.record import truth
 from tasks.registry import get_stage
+from tasks.sweep import Sweep
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested
 from trainer.files import read_json, read_manifest
 from trainer.metrics import HEARTBEAT
+from trainer.processes import importing
 
 DRAIN_SECONDS = 10.0
 
 
 def run_campaign(
-    workspace: Workspace, force: Sequence[str], plain: bool, tracking: bool, leave: Leave, fork: bool | None = None
+    workspace: Workspace,
+    force: Sequence[str],
+    plain: bool,
+    tracking: bool,
+    leave: Leave,
+    fork: bool | None = None,
+    force_plan: bool = False,
 ) -> None:
     """Run a campaign and show what came out.
 
@@ -42,42 +54,113 @@ def run_campaign(
     with Console() as console:
         console.say(f"campaign {workspace.run_id} in {workspace.root}")
         tell_from_where(workspace, console)
-        with open_session(workspace, console.say, force, tracking, fork) as session:
-            try:
-                if plain or not orchestrated(session, console, leave):
-                    run_plainly(session, console.beat, console.result)
-            except KeyboardInterrupt:
-                raise StopRequested("interrupted; run the same command again to go on") from None
+        try:
+            with open_session(workspace, console.say, force, tracking, fork, force_plan) as session:
+                try:
+                    if plain or not orchestrated(session, console, leave):
+                        run_plainly(session, console.beat, console.result)
+                except KeyboardInterrupt:
+                    raise StopRequested("interrupted; run the same command again to go on") from None
+        finally:
+            if not plain:
+                tell_prefect()
     show_end(workspace, console)
+
+
+def tell_prefect() -> None:
+    """Tell a Prefect that was away how the campaign ended, if it is back; else the next `tithe up` does (flows/flow_runs.py)."""
+    if any(directory().glob("*.json")):
+        with suppress(ServerError, httpx.HTTPError):
+            server = find_server()
+            if server is not None:
+                settle(server, over=True)
 
 
 def orchestrated(session: Session, console: Console, leave: Leave) -> bool:
     """Run the campaign in Prefect, and return whether Prefect was there to the end. What failed by itself raises."""
+
+    def run() -> None:
+        from flows.campaign import run_in_prefect
+
+        run_in_prefect(session, console.beat, console.result)
+
+    return in_prefect(run, session.go_ahead, session.stop, console, leave)
+
+
+def in_prefect(run: Callable[[], None], meanwhile: Callable[[], None], stop: Stop, console: Console, leave: Leave) -> bool:
+    """Do something with Prefect, and return whether Prefect was there to the end. What failed by itself raises.
+
+    Args:
+        run: raises PrefectAway where Prefect was what failed.
+        meanwhile: done while a private server still starts.
+    """
     os.environ.update(settings())
     try:
-        with api() as server:
-            from flows.campaign import PrefectAway, drain, run_in_prefect
+        with api(stop, meanwhile) as server:
+            meanwhile()
+            with importing():
+                from flows.campaign import PrefectAway, drain
 
-            session.start_ahead()
             if server is not None:
-                server.wait_ready(stop=session.stop)
-            if session.stop:
-                raise session.stop.error()
+                server.wait_ready(stop=stop, meanwhile=meanwhile)
+            if stop:
+                raise stop.error()
             try:
-                run_in_prefect(session, console.beat, console.result)
+                run()
             except PrefectAway as error:
                 console.say(f"warning: {error}; the campaign goes on without it, and nothing is lost")
                 return False
             finally:
                 leave.at_once = not drain(DRAIN_SECONDS)
+                with suppress(httpx.HTTPError):
+                    settle(os.environ["PREFECT_API_URL"], over=True)
     except ServerError as error:
         console.say(f"warning: {error}; the campaign goes on without Prefect, and nothing is lost")
         return False
     return True
 
 
+def run_sweep(asked: Asked, plain: bool, tracking: bool, leave: Leave, fork: bool | None = None) -> None:
+    """Run a sweep and show how its trials rank.
+
+    Raises:
+        TitheError: how it failed or was stopped.
+    """
+    sweep, workers = resolve_sweep(asked)
+    with Console() as console:
+        runner = Runner(sweep, workers, console.say, console.trial_beat, tracking, fork, on_end=console.trial_end)
+        many = max(len(sweep.trials), sweep.spec.num_trials)
+        done = sum(sweep.is_done(trial) for trial in sweep.trials)
+        console.say(f"sweep {sweep.name} in {sweep.root}: {many} trials, {done} done, {workers} at a time")
+        try:
+
+            def run() -> None:
+                from flows.sweep import run_in_prefect
+
+                run_in_prefect(runner)
+
+            if plain or done == many or not in_prefect(run, lambda: None, runner.stop, console, leave):
+                runner.run()
+        except KeyboardInterrupt:
+            raise StopRequested("interrupted; run the same command again to go on") from None
+        finally:
+            show_trials(runner.sweep, console)
+
+
+def show_trials(sweep: Sweep, console: Console) -> None:
+    """Print how the trials rank, and what to do with the best."""
+    rows = rows_of(sweep)
+    if rows:
+        console.table(rows, f"{sweep.name}, by {sweep.spec.objective}")
+    ranking = sweep.ranking()
+    if ranking and ranking[0][1].state == "done":
+        best = sweep.workspace(ranking[0][0])
+        console.say(f"best: trial {ranking[0][0].number} ({ranking[0][0].name}) in {best.run}")
+        console.say(f"next: {program('tithe')} compare {shlex.quote(_near(sweep.root))}")
+
+
 @contextmanager
-def api() -> Iterator[PrivateServer | None]:
+def api(stop: Stop, meanwhile: Callable[[], None]) -> Iterator[PrivateServer | None]:
     """Make PREFECT_API_URL name a server: one that runs already (gives None), or a private one that is starting."""
     found = find_server()
     before = os.environ.get("PREFECT_API_URL")
@@ -86,7 +169,7 @@ def api() -> Iterator[PrivateServer | None]:
             os.environ["PREFECT_API_URL"] = found
             yield None
         else:
-            with private_server() as server:
+            with private_server(stop, meanwhile) as server:
                 os.environ["PREFECT_API_URL"] = server.api_url
                 yield server
     finally:
@@ -154,7 +237,9 @@ def _near(path: Path) -> str:
 
 
 def show_status(workspace: Workspace) -> None:
-    """Print of each stage whether it is current, and what runs."""
+    """Print of each stage whether it is current, and what runs; and what was planned beside what was measured so far."""
+    from tasks.plan import beside
+
     console = Console()
     rows = []
     for stage in workspace.stages:
@@ -162,6 +247,9 @@ def show_status(workspace: Workspace) -> None:
         state = "missing" if manifest is None else "current" if workspace.is_current(stage) else "stale"
         rows.append({"stage": stage.name, "artifact": state, "now": doing(workspace, stage.name)})
     console.table(rows, f"{workspace.run_id} in {workspace.root}")
+    compared = [dict(zip(("", "planned", "measured", "off by"), row, strict=True)) for row in beside(workspace.run)]
+    if compared:
+        console.table(compared, "planned beside measured")
 
 
 def doing(workspace: Workspace, stage: str) -> str:

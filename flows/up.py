@@ -1,25 +1,41 @@
-"""`tithe up`: Prefect and MLflow as servers on this machine, on the loopback interface, with their state in .tithe/.
+"""`tithe up`: Prefect, MLflow and a worker on this machine, on the loopback interface, with their state in .tithe/.
 
-Their addresses go to .tithe/servers.json, where `tithe run` finds Prefect. `initialise` makes both databases beforehand.
+    serve        starts the servers, prints their addresses, registers the deployments, starts the worker, and keeps all of it
+                 going until Ctrl-C: one that ends by itself is started again
+    initialise   makes both databases beforehand
+
+Their addresses go to .tithe/servers.json, where `tithe run` finds Prefect. The databases are SQLite files, or PostgreSQL by
+TITHE_DATABASE. On Ctrl-C the worker stops first: its campaigns write a checkpoint, and go on when `tithe up` is started again.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 
-from flows.server import Server, ServerError, addresses_file, private_server, settings
+import httpx
+
+from flows.flow_runs import at_work, settle
+from flows.pool import POOL, Api, device_slots, register, requeue, set_up
+from flows.server import Server, ServerError, addresses_file, initialised_marker, private_server, settings
+from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
-from tasks.tracking import artifact_root
-from tasks.workspace import REPOSITORY, state_directory
+from tasks.tracking import artifact_root, own_store
+from tasks.workspace import REPOSITORY, server_database, state_directory
 from trainer.errors import BusyError, TitheError
 from trainer.files import write_json
 
-HOST = "127.0.0.1"
+HOST, WORKER = "127.0.0.1", "the worker"
+MAX_RESTARTS, RESTART_SECONDS = 5, 600.0  # a server that ends more often than that is broken
+SETTLE_SECONDS = 2.0
+_WORKER_STOP_SECONDS = 60.0  # for the checkpoints of its campaigns
 
 
 def check_port(port: int, option: str) -> None:
@@ -35,7 +51,12 @@ def check_port(port: int, option: str) -> None:
 
 
 def prefect_server(port: int) -> Server:
-    environment = {**settings(), "PREFECT_API_URL": f"http://{HOST}:{port}/api"}
+    environment = {
+        **settings(),
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        # slots in use are still known when the server is started again
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
     arguments = ["server", "start", "--host", HOST, "--port", str(port)]
     log = state_directory() / "prefect" / "server.log"
     return Server("Prefect", "prefect", arguments, f"http://{HOST}:{port}/api/health", log, environment)
@@ -44,71 +65,191 @@ def prefect_server(port: int) -> Server:
 def mlflow_server(port: int) -> Server:
     """Start MLflow's server on the default store: one worker, no job runner (they cost 45 s and 500 MB)."""
     arguments = ["server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", f"sqlite:///{state_directory() / 'mlflow.db'}"]
+    store = ["--backend-store-uri", own_store()]
     files = ["--no-serve-artifacts", "--default-artifact-root", artifact_root().as_uri()]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     log = state_directory() / "mlflow-server.log"
     return Server("MLflow", "mlflow", [*arguments, *store, *files], f"http://{HOST}:{port}/health", log, environment)
 
 
-def serve(prefect_port: int, mlflow_port: int) -> None:
-    """Run both servers until Ctrl-C or SIGTERM.
+def worker(api: str) -> Server:
+    """Start the process that starts flow runs from the pool; how many at once is the queues' business (flows/pool.py)."""
+    arguments = [
+        "worker",
+        "start",
+        "--pool",
+        POOL,
+        "--type",
+        "process",
+        "--name",
+        socket.gethostname(),
+        "--install-policy",
+        "never",
+    ]
+    log = state_directory() / "prefect" / "worker.log"
+    environment = {**settings(), "PREFECT_API_URL": api, "PREFECT_WORKER_QUERY_SECONDS": "3"}
+    return Server(WORKER, "prefect", arguments, "", log, environment)
+
+
+@dataclass
+class Keeper:
+    """Keeps servers going: one that ends by itself is started again, until it does so too often."""
+
+    running: dict[str, Server] = field(default_factory=dict)
+    _make: dict[str, Callable[[], Server]] = field(default_factory=dict)
+    _ended: list[float] = field(default_factory=list)
+
+    def start(self, make: Callable[[], Server]) -> Server:
+        server = make()
+        self.running[server.name], self._make[server.name] = server, make
+        return server
+
+    def look(self) -> None:
+        """Start again what has ended.
+
+        Raises:
+            ServerError: it ends again and again.
+        """
+        for name, server in list(self.running.items()):
+            if not server.ended:
+                continue
+            server.stop()  # what is left of its group
+            now = time.monotonic()
+            self._ended = [*(moment for moment in self._ended if now - moment < RESTART_SECONDS), now]
+            if len(self._ended) > MAX_RESTARTS:
+                raise ServerError(f"{name} ended by itself, again; see {server.log}")
+            print(f"{name} ended by itself and is started again; see {server.log}", flush=True)
+            self.running[name] = self._make[name]()
+
+    def stop(self) -> None:
+        """Stop all, the last started first."""
+        for server in reversed(self.running.values()):
+            if server.name == WORKER:
+                server.stop(_WORKER_STOP_SECONDS, busy=lambda: bool(at_work()))
+            else:
+                server.stop()
+
+
+def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None:
+    """Run servers and worker until Ctrl-C or SIGTERM.
+
+    Args:
+        slots: how many campaigns run at once; None is one a GPU, or one.
 
     Raises:
-        BusyError: a port is in use, or `tithe up` runs already. ServerError: a server did not start, or ended.
+        BusyError: a port is in use, or `tithe up` runs already. ServerError: a server did not start, or ends again and again.
     """
     with hold(state_directory() / "up.lock", "`tithe up` already runs", "its addresses are in " + str(addresses_file())):
         check_port(prefect_port, "--prefect-port")
         check_port(mlflow_port, "--mlflow-port")
         initialise(quiet=True)
-        servers: list[Server] = []
+        keeper, stop = Keeper(), StopSignal()
         try:
-            servers += [prefect_server(prefect_port), mlflow_server(mlflow_port)]
-            print("starting Prefect and MLflow ...", flush=True)
-            for server in servers:
-                server.wait_ready()
-            urls = {"prefect": f"http://{HOST}:{prefect_port}", "mlflow": f"http://{HOST}:{mlflow_port}"}
-            write_json(addresses_file(), {**urls, "owner": Owner.me().to_json()})
-            print(f"Prefect  {urls['prefect']}\nMLflow   {urls['mlflow']}\nCtrl-C stops both; their history stays.", flush=True)
-            wait_for_end(servers)
+            with stop:
+                _start(keeper, stop, prefect_port, mlflow_port, slots or device_slots())
+                _keep(keeper, stop, f"http://{HOST}:{prefect_port}/api")
         finally:
             addresses_file().unlink(missing_ok=True)
-            for server in servers:
-                server.stop()
+            keeper.stop()
         print("stopped", flush=True)
 
 
-def wait_for_end(servers: list[Server]) -> None:
-    """Wait for Ctrl-C or SIGTERM."""
-    asked: list[int] = []
+class StopSignal:
+    """Whether Ctrl-C or SIGTERM asked to stop."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def __init__(self) -> None:
+        self.asked = False
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        while not asked:
-            for server in servers:
-                if server.ended:
-                    raise ServerError(f"{server.name} ended by itself; see {server.log}")
-            time.sleep(0.2)
-    finally:
-        for number, handler in before.items():
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        self._before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int, slots: int) -> None:
+    """Start servers, then what needs them; say the addresses as soon as both answer."""
+    servers = [keeper.start(lambda: prefect_server(prefect_port)), keeper.start(lambda: mlflow_server(mlflow_port))]
+    print("starting Prefect and MLflow ...", flush=True)
+    for server in servers:
+        server.wait_ready(stop=stop)
+    if stop:
+        return
+    urls = {"prefect": f"http://{HOST}:{prefect_port}", "mlflow": f"http://{HOST}:{mlflow_port}"}
+    write_json(addresses_file(), {**urls, "owner": Owner.me().to_json()})
+    print(f"Prefect  {urls['prefect']}\nMLflow   {urls['mlflow']}", flush=True)
+    api = Api(f"{urls['prefect']}/api")
+    set_up(api, slots)
+    names = register(api)
+    requeue(api)
+    if stop:
+        return
+    keeper.start(lambda: worker(api.url))
+    print(
+        f"start or schedule in Prefect: {', '.join(names)}; {slots} at once\nCtrl-C stops all; their history stays.", flush=True
+    )
+
+
+def _keep(keeper: Keeper, stop: StopSignal, api: str) -> None:
+    """Wait for the wish to stop; meanwhile restart what ends, settle flow runs, offer new recipes."""
+    offered, settled = recipe_names(), 0.0
+    while not stop:
+        keeper.look()
+        if time.monotonic() - settled >= SETTLE_SECONDS:
+            settled = time.monotonic()
+            try:
+                for flow_run, state in settle(api).items():
+                    print(f"flow run {flow_run}: {state}", flush=True)
+                if recipe_names() != offered:
+                    offered = recipe_names()
+                    register(Api(api))
+            except (httpx.HTTPError, ServerError):
+                settled += 10.0  # Prefect is just being started again
+        time.sleep(0.2)
 
 
 def initialise(quiet: bool = False) -> None:
     """Make the databases of Prefect and MLflow where they are not made yet."""
     state = state_directory()
     with wait_for(state / "initialise.lock"):
-        if not (state / "prefect" / "initialised").exists():
+        make_databases()
+        if not initialised_marker().exists():
             if not quiet:
                 print("making Prefect's database ...", flush=True)
             with private_server():
                 pass
-        if not (state / "mlflow.db").exists():
+        if own_store().startswith("postgresql") or not (state / "mlflow.db").exists():
             if not quiet:
                 print("making MLflow's database ...", flush=True)
             done = subprocess.run([sys.executable, "-m", "tasks.tracking", "initialise"], cwd=REPOSITORY, check=False)
             if done.returncode != 0:
                 raise TitheError("MLflow's database could not be made; see above")
+
+
+def make_databases() -> None:
+    """Make the PostgreSQL databases that TITHE_DATABASE asks for where they are not there.
+
+    Raises:
+        ServerError: the server cannot be reached or refuses.
+    """
+    if server_database("prefect", "psycopg") is None:
+        return
+    import psycopg
+    from psycopg.sql import SQL, Identifier
+
+    try:
+        with psycopg.connect(os.environ["TITHE_DATABASE"], autocommit=True) as connection:
+            there = {row[0] for row in connection.execute("SELECT datname FROM pg_database")}
+            for part in ("prefect", "mlflow"):
+                name = f"{connection.info.dbname}_{part}"
+                if name not in there:
+                    connection.execute(SQL("CREATE DATABASE {}").format(Identifier(name)))
+    except psycopg.Error as error:
+        raise ServerError(f"TITHE_DATABASE: {' '.join(str(error).split())}") from None

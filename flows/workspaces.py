@@ -1,13 +1,15 @@
 """Which configuration a command means, and in which workspace it lives.
 
     params.yaml as it is          -> the repository's root
-    a recipe, or any -S           -> campaigns/<campaign.name>/; a recipe that sets no name is called as its file
+    a recipe, or any -S           -> campaigns/<campaign.name>/; a recipe that sets no name is called as its file.
+                                     TITHE_CAMPAIGNS names another folder for them
 
 `machine` and `limits` never move a campaign: they decide no result.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,12 @@ from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import CampaignConfig, load_config, read_yaml
 
 PARAMS = REPOSITORY / "params.yaml"
+
+
+def recipe_names(*folders: str) -> tuple[str, ...]:
+    """Return the campaigns there are files for: the default one, then those in `recipes/` or the folders given, by path."""
+    found = [path for folder in folders or ("recipes",) for path in sorted((REPOSITORY / folder).glob("*.yaml"))]
+    return (PARAMS.name, *(str(path.relative_to(REPOSITORY)) for path in found))
 
 
 def resolve_config(recipe: Path | None, overrides: Sequence[str] = (), params: Path = PARAMS) -> CampaignConfig:
@@ -52,5 +60,6 @@ def resolve_workspace(
     """
     if root is None:
         is_default = config_hash(config) == config_hash(load_config(params))
-        root = REPOSITORY if is_default else REPOSITORY / "campaigns" / config.campaign.name
+        folder = Path(os.environ.get("TITHE_CAMPAIGNS") or REPOSITORY / "campaigns")
+        root = REPOSITORY if is_default else folder / config.campaign.name
     return Workspace(root.resolve(), config, run_directory and run_directory.resolve(), load_stages(stages_name), stages_name)

@@ -180,7 +180,8 @@ def commit(workspace: Workspace) -> dict[str, str]:
     stages = committable(workspace)
     if not stages:
         return {}
-    dvc(workspace.root, "commit", "--force", "--quiet", *(stage.name for stage in stages))
+    names = [] if len(stages) == len(workspace.stages) else [stage.name for stage in stages]  # named ones are loaded one by one
+    dvc(workspace.root, "commit", "--force", "--quiet", *names)
     hashes = locked_hashes(workspace.root)
     for stage in stages:
         if stage.artifact in hashes:

@@ -114,6 +114,7 @@ def line_chart(
     series: Sequence[Series],
     bounds: tuple[float | None, float | None] = (None, None),
     marks: Sequence[tuple[float, str]] = (),
+    num_colours: int = NUM_COLOURS,
 ) -> str:
     """Return one chart.
 
@@ -122,6 +123,7 @@ def line_chart(
         series: at least one with at least one point.
         bounds: lowest and highest value of the vertical axis; None follows the data.
         marks: steps at which something happened, with its name; drawn as dashed lines.
+        num_colours: that the page defines, as classes s1, s2, ...
     """
     shown = [Series(s.label, tuple(thin(s.points)), s.noisy) for s in series]
     xs = [px for s in shown for px, _ in s.points]
@@ -140,7 +142,7 @@ def line_chart(
             f"<title>{escape(name)} at step {step:g}</title></line>"
         )
     for index, one in enumerate(shown):
-        colour = f"s{index % NUM_COLOURS + 1}"
+        colour = f"s{index % num_colours + 1}"
         drawn: Sequence[Point] = one.points
         if one.noisy and len(one.points) >= SMOOTH_FROM:
             parts.append(_path(one.points, x, y, f"line faint {colour}"))

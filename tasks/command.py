@@ -27,11 +27,13 @@ FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of a campaign, or all of them in order.")
-    parser.add_argument("stage", help=", ".join(stage.name for stage in (*STAGES, *OPTIONAL_STAGES)) + ", or all")
+    parser.add_argument("stage", help=", ".join(stage.name for stage in (*STAGES, *OPTIONAL_STAGES)) + ", all, or plan")
     parser.add_argument("--workspace", type=Path, default=Path("."), help="folder with params.yaml (default: here)")
     parser.add_argument("--config", type=Path, help="params.yaml or a resolved config.json (default: params.yaml there)")
     parser.add_argument("--run-dir", type=Path, help="run directory (default: runs/<campaign>-<hash> in the workspace)")
-    parser.add_argument("--force", action="store_true", help="run even when the artifact is current")
+    parser.add_argument(
+        "--force", action="store_true", help="run even when the artifact is current; plan: even when it cannot fit"
+    )
     parser.add_argument("--no-tracking", action="store_true", help="do not mirror metrics to MLflow")
     parser.add_argument("--stages", default="", help="another list of stages than the registry's, as module:NAME")
     return parser.parse_args(arguments)
@@ -93,6 +95,11 @@ def main(arguments: list[str]) -> int:
             die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))
         run_directory = options.run_dir and options.run_dir.resolve()
         workspace = Workspace(options.workspace.resolve(), config, run_directory, load_stages(options.stages), options.stages)
+        if options.stage == "plan":
+            from tasks.plan import gate
+
+            print("\n".join(gate(workspace, options.force)), flush=True)
+            return 0
         every = (*optional_stages(config), *workspace.stages)
         stages = every if options.stage == "all" else (get_stage(options.stage, workspace.stages),)
         run_stages(workspace, stages, options.force, not options.no_tracking)

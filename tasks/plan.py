@@ -2,7 +2,7 @@
 
     gather(...)      recipe, plan file or flags       -> PlanRequest, on calibrated hardware
     page(...)        a plan with its advice           -> one self-contained HTML page, stacked bars by device and phase
-    check(...)       a campaign before it starts      -> Verdict; the gate of `tithe run`
+    gate(...)        a campaign before it starts      -> refused where it cannot fit this machine
     record_...       prediction, then what was measured beside it, as metrics plan/... of the campaign's run
     calibrate(...)   a finished run                   -> how fast this machine really is, used by every later plan
 
@@ -11,10 +11,12 @@ The ledgers themselves are trainer/plan; nothing here computes bytes or seconds.
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,26 @@ from tasks.charts import NUM_PARTS, Part, stacked_chart
 from tasks.workspace import REPOSITORY, Workspace, state_directory
 from trainer.config import CampaignConfig, load_config, read_yaml, validate
 from trainer.config.load import apply_overrides, lay_over, validate_as
-from trainer.errors import ConfigError, DataError, ResourceError
-from trainer.files import read_json, write_json, write_text
+from trainer.errors import ConfigError, DataError, ModelError, ResourceError, first_line
+from trainer.files import read_json, read_manifest, write_json, write_text
 from trainer.metrics import METRICS, RunWriter, read_lines
 from trainer.plan.advice import Advice, advise
 from trainer.plan.flags import flags
-from trainer.plan.hardware import Efficiency, Hardware, load_hardware
-from trainer.plan.memory import TRAIN_STAGE
-from trainer.plan.plan import Plan, make_plan, size
+from trainer.plan.hardware import Device, Efficiency, Hardware, load_hardware
+from trainer.plan.memory import CONTEXT, TRAIN_STAGE
+from trainer.plan.plan import Plan, floor, make_plan, size
+from trainer.plan.probe import memory_limit_bytes, quick_local
 from trainer.plan.request import Choices, PlanFile, PlanRequest, is_plan, plan_request, request_of
 from trainer.plan.skeleton import load_card
+from trainer.prompts import prompt_path
 
 TEMPLATE = "plan.html.j2"
 CALIBRATION = "calibration.json"
 PLAN = "plan.json"
+RATES = ("training_flops", "launch_seconds", *(key for key in Device.model_fields if key.endswith("_per_second")))
+MORE_DEVICES = "The devices that it needs: `tithe plan RECIPE --hardware h100-80gb --search`."
+PROCESS_KNOWN_BYTES = 100e6  # how well the memory of an empty process is known
+LOOKED_AT = 500  # prompts whose lengths are read
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------------
@@ -67,14 +75,18 @@ def gather(asked: Asked, params: Path | None = None) -> PlanRequest:
         request = _from_plan(tree, asked)
     else:
         request = _from_campaign(asked, params)
-    changes = {"devices": asked.devices, "sample__devices": asked.sampling_devices}
-    request = request.change(**{key: value for key, value in changes.items() if value is not None})
-    validate_as(Choices, request.choices.model_dump(mode="json"), "plan")
+        request = request.change(**{key.replace(".", "__"): value for key, value in _counts(asked).items()})
+        validate_as(Choices, request.choices.model_dump(mode="json"), "plan")
     hardware = calibrated(request.hardware)
     if asked.price_per_hour is not None:
-        device = hardware.device.model_copy(update={"price_per_hour": asked.price_per_hour})
-        hardware = hardware.model_copy(update={"device": device})
+        device = {**hardware.device.model_dump(mode="json"), "price_per_hour": asked.price_per_hour}
+        hardware = hardware.model_copy(update={"device": validate_as(Device, device, "hardware.device")})
     return replace(request, hardware=hardware)
+
+
+def _counts(asked: Asked) -> dict[str, int]:
+    counts = {"devices": asked.devices, "sample.devices": asked.sampling_devices}
+    return {key: value for key, value in counts.items() if value is not None}
 
 
 def _from_plan(tree: dict[str, Any], asked: Asked) -> PlanRequest:
@@ -82,6 +94,7 @@ def _from_plan(tree: dict[str, Any], asked: Asked) -> PlanRequest:
     tree = lay_over(tree, {key: value for key, value in over.items() if value is not None})
     tree.setdefault("name", asked.target.stem if asked.target else str(asked.model))
     prefixed = [text if re.split("[.=]", text)[0] in PlanFile.model_fields else f"choices.{text}" for text in asked.overrides]
+    prefixed += [f"choices.{key}={value}" for key, value in _counts(asked).items()]
     return request_of(validate_as(PlanFile, apply_overrides(tree, prefixed), "plan"))
 
 
@@ -89,7 +102,16 @@ def _from_campaign(asked: Asked, params: Path | None) -> PlanRequest:
     params = params or REPOSITORY / "params.yaml"
     config = load_config(asked.target or params, asked.overrides, params)
     card = load_card(asked.model) if asked.model is not None else None
-    return plan_request(config, load_hardware(asked.hardware or "local"), card)
+    return plan_request(config, hardware_of(asked.hardware or "local"), card)
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return a hardware description; this machine's is kept, so that the gate need not probe it again."""
+    if name != "local":
+        return load_hardware(name)
+    from trainer.plan.probe import probe_local
+
+    return probe_local(state=state_directory())
 
 
 # -- the gate -----------------------------------------------------------------------------------------------------------------
@@ -100,52 +122,98 @@ def check(config: CampaignConfig, hardware: Hardware, lengths: Mapping[str, floa
     return make_plan(plan_request(config, hardware, lengths=lengths))
 
 
-def gate(workspace: Workspace, force: bool = False) -> tuple[Plan | None, list[str]]:
-    """Plan a campaign before it starts, on this machine as it is now.
+def gate(workspace: Workspace, force: bool = False) -> list[str]:
+    """Plan a campaign before it starts, on this machine, and write the plan and its numbers into the run directory.
+
+    Only what cannot be is refused: weights, state and reference alone, without any estimate, are more than the machine has. What
+    is merely expected not to fit what is free now is said, and starts.
 
     Returns:
-        The plan, or None where the model is not on this machine yet, and sentences for the person who starts it.
+        Sentences for the person who starts it.
 
     Raises:
         ResourceError: it cannot fit, and nobody insisted.
     """
-    from trainer.plan.probe import quick_local
-
+    hardware = quick_hardware(workspace.config)
+    if hardware is None:
+        return ["not planned: nothing says how much memory this GPU has; `tithe plan` probes it"]
     try:
-        plan = check(workspace.config, calibrated(quick_local(state_directory())), prepared_lengths(workspace))
-    except ConfigError as error:
-        if error.key != "base.source":
-            raise
-        return None, [f"not planned: {error.problem.partition(';')[0]}"]
-    verdict = plan.verdict
-    said = [f"plan: {verdict.sentence}"]
-    if not verdict.fits:
-        way = [step.change.says(step.after.request) for step in advise(plan).fit]
-        advice = f" What would help: {'; '.join(way)}." if way else ""
-        if not force:
-            raise ResourceError(
-                f"{verdict.sentence}.{advice} `tithe plan` shows the ledger; `tithe run --force` starts it anyway"
-            )
-        said.append(f"warning: started although it does not fit, as asked.{advice}")
-    return plan, said
+        plan = check(workspace.config, calibrated(hardware), prepared_lengths(workspace))
+    except (ConfigError, ModelError) as error:
+        why = error.problem.partition(";")[0] if isinstance(error, ConfigError) else first_line(error)
+        return [f"not planned: {why}"]
+    said, trained_here = [], (workspace.run / "train" / METRICS).exists()
+    over = too_small(plan, None if trained_here else memory_limit_bytes())
+    if over and not force:
+        raise ResourceError(f"{over}{_way_out(plan)} `tithe plan` shows the ledger; `tithe run --force` starts it anyway")
+    if over or not plan.verdict.fits:
+        said.append(f"warning: {over or plan.verdict.sentence + '.'}{_way_out(plan)}")
+    else:
+        said.append(f"plan: {plan.verdict.sentence}")
+    record_prediction(workspace, plan)
+    return said
+
+
+def quick_hardware(config: CampaignConfig) -> Hardware | None:
+    """Return this machine as a campaign will use it, without measuring; None for a GPU that nothing describes."""
+    accelerated = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    return quick_local(state_directory(), config.machine.device == "cpu" or not accelerated)
+
+
+def too_small(plan: Plan, memory_bytes: float | None) -> str:
+    """Return why a campaign cannot fit a machine, or nothing.
+
+    Args:
+        plan: on that machine.
+        memory_bytes: main memory that nothing can exceed; None asks nothing, since it has run there before.
+    """
+    device = plan.request.hardware.device
+    limits = {"device": memory_bytes if device.kind == "cpu" else device.memory_bytes, "host": memory_bytes}
+    for place, limit in limits.items() if memory_bytes is not None else ():
+        needed, terms = floor(plan.request, place)
+        if limit is not None and needed > limit:
+            parts = ", ".join(f"{term.name} {size(term.bytes)} ({term.formula})" for term in terms[:3])
+            where = "main memory" if place == "host" or device.kind == "cpu" else f"the memory of {device.name}"
+            return f"cannot fit: {where} is {size(limit)}, and what the run holds all the time is {size(needed)}: {parts}."
+    return ""
+
+
+def _way_out(plan: Plan) -> str:
+    """Return the cheapest way to fit as a sentence, or what helps most and what then still lacks."""
+    found = advise(plan)
+    steps = {step.change.name: step for step in found.fit}  # of the same change several times, the last
+    if found.fits_then:
+        return f" Cheapest way to fit: {'; '.join(step.change.says(step.after.request) for step in steps.values())}."
+    if not steps:
+        return f" No setting makes it fit this machine. {MORE_DEVICES}"
+    most = sorted(found.fit, key=lambda step: step.after.verdict.missing_bytes - step.before.verdict.missing_bytes)[:2]
+    helps = "; ".join(dict.fromkeys(step.change.says(step.after.request) for step in most))
+    lacking = [room for room in found.fit[-1].after.verdict.rooms if not room.fits]
+    places = {"device": "memory", "host": "host memory", "disk": "disk", "sampler": "memory of the sampling devices"}
+    still = " and ".join(f"{size(-room.margin_bytes)} of {places[room.place]}" for room in lacking)
+    return f" What helps most: {helps}; even then {still} are missing. {MORE_DEVICES}"
 
 
 def prepared_lengths(workspace: Workspace) -> dict[str, float | None]:
-    """Return the lengths that are known before a run: the longest and the mean prompt, where prompts are prepared."""
+    """Return the lengths that are known where prompts are prepared: the longest, and the mean of the first prompts."""
     folder = workspace.artifact("prompts")
-    if not (folder / "manifest.json").exists():
+    manifest, path = read_manifest(folder), prompt_path(folder, "train")
+    if manifest is None or not path.exists():
         return {}
-    from trainer.prompts import read_prompts
-
-    sizes = [len(prompt.token_ids) for prompt in read_prompts(folder, "train")]
-    return {"prompt_tokens": statistics.mean(sizes), "longest_prompt": float(max(sizes))} if sizes else {}
+    with open(path, encoding="utf-8") as lines:
+        sizes = [len(json.loads(line)["token_ids"]) for line in islice(lines, LOOKED_AT)]
+    return {"prompt_tokens": statistics.mean(sizes), "longest_prompt": manifest.get("longest_prompt_tokens")} if sizes else {}
 
 
 def predicted(plan: Plan) -> dict[str, float]:
-    """Return a plan's main numbers as metrics."""
-    schedule, (peak, _) = plan.schedule, plan.memory.peak("device", TRAIN_STAGE)
+    """Return a plan's main numbers as metrics: of the process (or device) that trains, whole and by phase."""
+    schedule, ledger = plan.schedule, plan.memory.of_trainer()
+    context = ledger.find("device", CONTEXT)  # which torch, that measures a GPU's memory, does not count
+    learn = max(ledger.total("device", phase) for phase in ("score", "train"))
     return {
-        "plan/predicted_peak_bytes": peak,
+        "plan/predicted_peak_bytes": ledger.peak("device", TRAIN_STAGE)[0] - context,
+        "plan/predicted_sample_bytes": ledger.total("device", "sample") - context,
+        "plan/predicted_learn_bytes": learn - context,
         "plan/predicted_step_seconds": schedule.step_seconds,
         "plan/predicted_sample_seconds": schedule.sample_seconds,
         "plan/predicted_learn_seconds": schedule.train_seconds + schedule.score_seconds,
@@ -155,46 +223,89 @@ def predicted(plan: Plan) -> dict[str, float]:
 
 
 def record_prediction(workspace: Workspace, plan: Plan) -> None:
-    """Write the plan into the run directory, and its main numbers as the campaign's metrics."""
+    """Write the plan into the run directory, and its main numbers as the campaign's metrics, once while they stay the same."""
     write_json(workspace.run / PLAN, plan.as_tree())
-    (workspace.run / METRICS).unlink(missing_ok=True)
-    RunWriter(workspace.run).metrics(0, predicted(plan))
+    values, before = predicted(plan), prediction(workspace.run)
+    if any(before.get(key) != value for key, value in values.items() if key != "plan/margin_bytes"):  # which is of the moment
+        RunWriter(workspace.run).metrics(0, values)
+
+
+def prediction(run: Path) -> dict[str, float]:
+    """Return what was predicted of a run last, as metrics plan/...; nothing where nothing was."""
+    return _last(run, "plan/predicted_peak_bytes")
+
+
+def _last(run: Path, key: str) -> dict[str, float]:
+    """Return the last line of a run's metrics that has some key."""
+    lines = [line["metrics"] for line in read_lines(run / METRICS) if key in line["metrics"]]
+    return dict(lines[-1]) if lines else {}
 
 
 def record_measurement(workspace: Workspace) -> dict[str, float]:
-    """Write what the train stage took beside what was predicted; nothing where it left no metrics."""
+    """Write what the train stage took beside what was predicted, and return both; nothing where one is missing."""
     lines = [line["metrics"] for line in read_lines(workspace.run / "train" / METRICS)]
     steps = [line for line in lines if "time/step_seconds" in line]
-    if not steps or not (workspace.run / PLAN).exists():
+    forecast = prediction(workspace.run)
+    if not steps or not forecast:
         return {}
     seen = measured(steps)
-    forecast: dict[str, float] = next((line["metrics"] for line in read_lines(workspace.run / METRICS)), {})
     values = {f"plan/measured_{key}": value for key, value in seen.items()}
     for key, value in seen.items():
         if forecast.get(f"plan/predicted_{key}"):
             values[f"plan/ratio_{key}"] = forecast[f"plan/predicted_{key}"] / value
-    lines_now = read_lines(workspace.run / METRICS)
-    if not any("plan/measured_step_seconds" in line["metrics"] for line in lines_now):
+    if _last(workspace.run, "plan/measured_step_seconds") != values:
         RunWriter(workspace.run).metrics(len(steps), values)
-    return values
+    return {**forecast, **values}
+
+
+PLANNED = {
+    "peak_bytes": "memory, highest",
+    "sample_bytes": "memory while sampling, highest",
+    "learn_bytes": "memory while learning, highest",
+    "step_seconds": "a step",
+    "sample_seconds": "sampling in a step",
+    "learn_seconds": "learning in a step",
+    "tokens_per_second": "tokens a second",
+}
+
+
+def beside(run: Path) -> list[tuple[str, str, str, str]]:
+    """Return rows (what, planned, measured, difference) of a campaign's run directory, as far as there is both."""
+    forecast = prediction(run)
+    steps = [line["metrics"] for line in read_lines(run / "train" / METRICS) if "time/step_seconds" in line["metrics"]]
+    seen = measured(steps) if steps else {}
+    rows = []
+    for key, what in PLANNED.items():
+        planned, real = forecast.get(f"plan/predicted_{key}"), seen.get(key)
+        if planned and real:
+            rows.append((what, _shown(key, planned), _shown(key, real), f"{planned / real - 1:+.0%}"))
+    return rows
+
+
+def _shown(key: str, value: float) -> str:
+    if key.endswith("_bytes"):
+        return size(value)
+    return f"{value:.3g} s" if key.endswith("_seconds") else f"{value:,.0f}"
 
 
 def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what some steps took: the highest memory, the median seconds. The first step, which warms up, is left out."""
+    """Return what some steps took: the highest memory, the median seconds. The first step, which warms up, is no step's time.
+
+    Args:
+        steps: metrics of a train stage, one mapping a step.
+    """
     later = steps[1:] or steps
-
-    def median(key: str) -> float:
+    on_device = any("memory/device_peak_bytes" in line for line in steps)
+    whole = "memory/device_peak_bytes" if on_device else "memory/rss_peak_bytes"
+    highest = {"peak_bytes": whole, "sample_bytes": "memory/sample_peak_bytes", "learn_bytes": "memory/learn_peak_bytes"}
+    if on_device:  # phases are measured of the process
+        highest = {"peak_bytes": whole}
+    medians = {f"{key}_seconds": f"time/{key}_seconds" for key in ("step", "sample", "learn")}
+    medians["tokens_per_second"] = "throughput/tokens_per_second"
+    seen = {name: max((float(line[key]) for line in steps if key in line), default=0.0) for name, key in highest.items()}
+    for name, key in medians.items():
         values = [float(line[key]) for line in later if key in line]
-        return statistics.median(values) if values else 0.0
-
-    memory = "memory/device_peak_bytes" if "memory/device_peak_bytes" in later[0] else "memory/rss_peak_bytes"
-    memory = memory if memory in later[0] else "memory/rss_bytes"
-    seen = {
-        "peak_bytes": max((float(line[memory]) for line in steps if memory in line), default=0.0),
-        "step_seconds": median("time/step_seconds"),
-        "sample_seconds": median("time/sample_seconds"),
-        "learn_seconds": median("time/learn_seconds"),
-    }
+        seen[name] = statistics.median(values) if values else 0.0
     return {key: value for key, value in seen.items() if value > 0}
 
 
@@ -206,14 +317,22 @@ def calibration_file() -> Path:
 
 
 def calibrated(hardware: Hardware) -> Hardware:
-    """Return a hardware description with the efficiencies that a finished run taught, if one did."""
+    """Return a hardware description with what a finished run taught, if one did: efficiencies, and the rates that they are of.
+
+    A probe gives other rates every time; an efficiency means something beside its own only.
+    """
     path = calibration_file()
     known = read_json(path) if path.exists() else {}
     learned = known.get(key_of(hardware))
-    if learned is None:
+    if learned is None or "rates" not in learned:
         return hardware
-    efficiency = validate_as(Efficiency, {**hardware.efficiency.model_dump(), **learned["efficiency"]}, "calibration")
-    return hardware.model_copy(update={"efficiency": efficiency, "notes": (*hardware.notes, f"calibrated on {learned['run']}")})
+    known_of = dict(learned["efficiency"])
+    process = known_of.pop("process_bytes", hardware.process_bytes)
+    efficiency = validate_as(Efficiency, {**hardware.efficiency.model_dump(), **known_of}, "calibration")
+    device = hardware.device.model_copy(update={key: float(learned["rates"][key]) for key in RATES})
+    notes = (*hardware.notes, f"calibrated on {learned['run']}")
+    changes = {"device": device, "efficiency": efficiency, "process_bytes": process, "notes": notes}
+    return hardware.model_copy(update=changes)
 
 
 def key_of(hardware: Hardware) -> str:
@@ -227,6 +346,9 @@ def learn(request: PlanRequest, seen: Mapping[str, float]) -> dict[str, float]:
     Args:
         request: of the finished run, on uncalibrated hardware.
         seen: measured peak_bytes and seconds, see `measured`.
+
+    Returns:
+        Fields of Efficiency, and `process_bytes` of Hardware.
     """
     plain = replace(request, hardware=request.hardware.model_copy(update={"efficiency": Efficiency()}))
     plan = make_plan(plain)
@@ -240,12 +362,24 @@ def learn(request: PlanRequest, seen: Mapping[str, float]) -> dict[str, float]:
     known = seen.get("learn_seconds", 0.0) + seen.get("sample_seconds", 0.0)
     if seen.get("step_seconds"):
         learned["fixed_seconds"] = max(0.0, seen["step_seconds"] - known)
-    if seen.get("peak_bytes"):
-        fixed = plan.memory.find("device", "worker process") + plan.memory.find("device", "driver and libraries")
-        mine = plan.memory.peak("device", TRAIN_STAGE)[0] - fixed
-        if seen["peak_bytes"] > fixed:
-            learned["memory"] = (seen["peak_bytes"] - fixed) / mine
-    return learned
+    return learned | learn_memory(plan, seen.get("peak_bytes", 0.0))
+
+
+def learn_memory(plan: Plan, peak_bytes: float) -> dict[str, float]:
+    """Return what a measured peak says of the ledger (`memory`, a factor) and of an empty process (`process_bytes`).
+
+    A process's own memory is known to about 100 MB, the ledger to about a tenth of itself. The difference is shared between both
+    by these variances, so that a run of a tiny model teaches nothing wrong about a large one.
+    """
+    hardware, ledger = plan.request.hardware, plan.memory.of_trainer()
+    base = ledger.find("device", "worker process") if hardware.is_cpu else 0.0  # a GPU's allocator counts no context
+    mine = ledger.peak("device", TRAIN_STAGE)[0] - ledger.find("device", "worker process") - ledger.find("device", CONTEXT)
+    if peak_bytes <= 0 or mine <= 0:
+        return {}
+    off, own, of_process = peak_bytes - base - mine, (0.1 * mine) ** 2, PROCESS_KNOWN_BYTES**2 if base else 0.0
+    share = own / (own + of_process)
+    found = {"memory": max(0.1, 1 + share * off / mine)}
+    return found | ({"process_bytes": max(0.0, base + (1 - share) * off)} if base else {})
 
 
 def calibrate(run: Path, hardware: Hardware) -> dict[str, float]:
@@ -272,7 +406,8 @@ def calibrate(run: Path, hardware: Hardware) -> dict[str, float]:
     learned = learn(request, measured(steps))
     path = calibration_file()
     known = read_json(path) if path.exists() else {}
-    write_json(path, {**known, key_of(hardware): {"run": run.name, "efficiency": learned}})
+    rates = {key: getattr(hardware.device, key) for key in RATES}
+    write_json(path, {**known, key_of(hardware): {"run": run.name, "efficiency": learned, "rates": rates}})
     return learned
 
 

@@ -5,8 +5,11 @@ Third-party modules only. The code of this repository is imported anew by each s
 
 from __future__ import annotations
 
+import gc
 import importlib
 import signal
+
+from trainer.processes import importing
 
 MODULES = (
     "pydantic",
@@ -21,5 +24,7 @@ MODULES = (
 )
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow, which stops its stages in order
-for _name in MODULES:
-    importlib.import_module(_name)
+with importing():
+    for _name in MODULES:
+        importlib.import_module(_name)
+gc.freeze()  # a stage's collector need not look at what it was forked with, nor copy those pages

@@ -25,13 +25,14 @@ from trainer.files import canonical_json, read_json, sha256_text, write_json
 
 RECORD = "record.json"
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+Kind = Literal["campaign", "stage", "sweep"]
 
 
 @dataclass(frozen=True)
 class Record:
     id: str  # one per MLflow run
-    kind: Literal["campaign", "stage"]
-    name: str  # run id of the campaign, or name of the stage
+    kind: Kind
+    name: str  # run id of the campaign, or name of the stage, the sweep or the trial
     campaign: str  # campaign.name
     identity: str  # sha256 of what it is made from; another identity is another record
     status: Status
@@ -44,6 +45,7 @@ class Record:
     final: dict[str, float] = field(default_factory=dict)  # numbers that sum the result up
     artifact: dict[str, Any] | None = None  # {"path", "content_sha256", "upload"}
     error: str | None = None
+    parent: str = ""  # of a trial: where its sweep's record is, relative to this one
 
 
 def read_record(directory: Path) -> Record | None:
@@ -61,19 +63,20 @@ def write_record(directory: Path, record: Record) -> Record:
 
 def begin(
     directory: Path,
-    kind: Literal["campaign", "stage"],
+    kind: Kind,
     name: str,
     config: CampaignConfig,
     identity: str,
     params: Mapping[str, Any],
     tags: Mapping[str, str],
+    parent: str = "",
 ) -> Record:
     """Write that a campaign or stage runs, as a new record or as the next attempt of the one that is there.
 
     A stage that had ended well is made anew and gets a record of its own; a campaign of the same configuration goes on.
     """
     old = read_record(directory)
-    again = old is not None and old.identity == identity and (kind == "campaign" or old.status != "FINISHED")
+    again = old is not None and old.identity == identity and (kind != "stage" or old.status != "FINISHED")
     record = Record(
         id=old.id if old and again else uuid.uuid4().hex,
         kind=kind,
@@ -87,6 +90,7 @@ def begin(
         owner=Owner.me().to_json(),
         params=dict(params),
         tags={**(old.tags if old and again else {}), **tags, "seed": str(config.campaign.seed), "config": config_hash(config)},
+        parent=parent,
     )
     return write_record(directory, record)
 

@@ -83,10 +83,11 @@ STAGES: tuple[Stage, ...] = (
             "anchors.completions_per_prompt",
             "anchors.top_k",
             "anchors.max_completion_tokens",
+            "anchors.reference",
             "train.sampling",
             "campaign.seed",
         ),
-        ("tasks/anchors.py", "trainer/anchors", "trainer/policy", "trainer/rollout"),
+        ("tasks/anchors.py", "trainer/anchors", "trainer/memory", "trainer/policy", "trainer/rollout"),
     ),
     Stage(
         "train",
@@ -130,7 +131,7 @@ STAGES: tuple[Stage, ...] = (
         "report",
         ("prompts", "policy", "evaluation"),
         ("report", "campaign.name"),
-        ("tasks/report.py", "tasks/report.html.j2", "tasks/charts.py"),
+        ("tasks/report.py", "tasks/report.html.j2", "tasks/charts.py", "tasks/plan.py"),
         upload="campaign",
     ),
 )

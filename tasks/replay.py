@@ -14,11 +14,10 @@ from typing import Any
 
 from tasks.registry import get_stage
 from tasks.train import build_guard, build_learner, load_policy
-from tasks.workspace import Workspace
-from trainer.config import validate
-from trainer.errors import ConfigError, DataError
+from tasks.workspace import Workspace, replayable
+from trainer.errors import DataError
 from trainer.experience.pool import Pool
-from trainer.files import new_directory, read_json, sha256_file, write_json
+from trainer.files import new_directory, sha256_file, write_json
 from trainer.policy.load import eos_token_ids
 from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
@@ -43,11 +42,7 @@ def replay_run(run: Path, on_step: Callable[[int, int], None] = lambda step, tot
         ConfigError: no run, or not an async one. DataError: its pool or inputs are not what it was trained with.
     """
     run = run.resolve()
-    if not (run / "config.json").is_file():
-        raise ConfigError("RUN", str(run), "is no run directory; name one, for example runs/<campaign>-<hash>")
-    config = validate(read_json(run / "config.json"))
-    if config.train.schedule != "async":
-        raise ConfigError("RUN", str(run), "was no async run, so it has no pool; a sync run is repeated with `tithe run`")
+    config = replayable(run)
     workspace, stage = Workspace(run.parent.parent, config, run), get_stage("train")
     place, url = run / stage.name, pool_url(config.train, run / stage.name)
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():

@@ -1,7 +1,7 @@
 """Report: one HTML page that tells the whole campaign, and needs nothing beside itself.
 
     evaluation.json, samples.jsonl  ->  before and after: numbers with intervals, answers side by side
-    metrics.jsonl, events.jsonl     ->  curves, and what happened when
+    metrics.jsonl, events.jsonl     ->  curves, and what happened when; what `tithe run` planned beside what was measured
     config, manifests, git          ->  what was run, from what, and how to run it again
 
 Whatever is missing is named on the page instead of breaking it. Completions are arbitrary text: everything is escaped, and
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.charts import NUM_COLOURS, Interval, Series, interval_chart, line_chart, number
+from tasks.plan import beside
 from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, as_tree, load_config
 from trainer.errors import ConfigError
@@ -91,6 +92,7 @@ class Page:
     verdicts: list[tuple[str, str]] = field(default_factory=list)
     charts: list[dict[str, Any]] = field(default_factory=list)
     not_measured: list[str] = field(default_factory=list)
+    planned: list[tuple[str, str, str, str]] = field(default_factory=list)
     event_counts: list[tuple[str, int]] = field(default_factory=list)
     events: list[dict[str, str]] = field(default_factory=list)
     num_events_left_out: int = 0
@@ -130,6 +132,7 @@ def gather(config: CampaignConfig, paths: StagePaths) -> Page:
     add_evaluation(page, paths.inputs.get("evaluation"), config)
     add_samples(page, paths.inputs.get("evaluation"), config)
     add_training(page, paths.runs.get("train"), paths.inputs.get("policy"))
+    page.planned = beside(paths.run.parent)
     add_configuration(page, config)
     add_provenance(page, paths)
     return page

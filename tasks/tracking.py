@@ -2,12 +2,13 @@
 
     runs/<id>/record.json, config.json             -> the campaign's run (parent)
     runs/<id>/<stage>/record.json, metrics.jsonl   -> one run per stage (child): parameters, metrics, tags, small files, status
+    campaigns/<sweep>/record.json                  -> a sweep's run; its trials, campaigns too, are its children
     .../mlflow.json                                <- which MLflow run, and how far it was sent
 
 The files are the truth and MLflow a copy that may lag: `sync` sends what is missing, whenever it is called, so an outage
-costs nothing. A `Shipper` runs beside the work, calls it every two seconds and once more at the end, and what an unreachable
-server missed goes out with the next run of the same workspace. Steps once sent are not sent again: a resumed stage cuts its
-file back to the checkpoint and writes the same values anew.
+costs nothing. A `Shipper` runs beside the work, calls it every three seconds from the first metric on (or after a minute) and
+once more at the end, and what an unreachable server missed goes out with the next run of the same workspace. Steps once sent
+are not sent again: a resumed stage cuts its file back to the checkpoint and writes the same values anew.
 
 The flow ships for its stages and tells them so in TITHE_PARENT_TRACKS; a stage by hand or under `dvc repro` ships itself.
 """
@@ -23,26 +24,32 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
-from tasks.workspace import REPOSITORY, Workspace, state_directory
+from tasks.sweep import read_trial
+from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
-from trainer.errors import TitheError
+from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
-from trainer.metrics import EVENTS, METRICS, RESULT
+from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
+from trainer.processes import importing
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
 LOG = "stage.log"
 MAX_METRICS, MAX_PARAMS, MAX_VALUE = 1000, 100, 6000  # of one log_batch; characters of one parameter
 MAX_FILE_BYTES, MAX_ARTIFACT_BYTES = 32 * 1024**2, 128 * 1024**2
-_INTERVAL_SECONDS, _PAUSES_SECONDS = 2.0, (5.0, 15.0, 30.0, 60.0)
-_CLOSE_SECONDS = 60.0
+TRIAL_CURVES = frozenset(CHARTS)  # they lie on a trial's own run too, so that MLflow's comparison of trials shows them
+_INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
+_PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
+CLOSE_SECONDS = 60.0
 _SURVIVOR_SECONDS = 90.0
 
 
@@ -50,9 +57,14 @@ class TrackingError(TitheError):
     """MLflow could not be reached or refused what it was sent; it is sent again later."""
 
 
+def own_store() -> str:
+    """Return the store that `tithe up` shows: the SQLite file of this repository, or a database by TITHE_DATABASE."""
+    return server_database("mlflow", "psycopg") or f"sqlite:///{state_directory() / 'mlflow.db'}"
+
+
 def tracking_uri() -> str:
-    """Return MLFLOW_TRACKING_URI, or the SQLite file of this repository."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{state_directory() / 'mlflow.db'}"
+    """Return MLFLOW_TRACKING_URI, or this repository's own store."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or own_store()
 
 
 def artifact_root() -> Path:
@@ -90,9 +102,18 @@ def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
         return [], Cursor(start, cursor.tail if start else "", cursor.tail_bytes if start else 0, cursor.last_step, skip)
     raw = whole.split(b"\n")
     tail = raw[-1] + b"\n"
-    lines = [line for line in map(json.loads, filter(None, raw)) if line["step"] > skip]
+    lines = [line for line in map(_metric_line, raw) if line is not None and line["step"] > skip]
     last = max([cursor.last_step, *(line["step"] for line in lines)])
     return lines, Cursor(start + len(whole) + 1, _digest(tail), len(tail), last, skip)
+
+
+def _metric_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line of metrics.jsonl, or None for one that a crash or a hand has torn: it must not hold up the others."""
+    try:
+        line = json.loads(raw)
+        return {"step": int(line["step"]), "time": float(line["time"]), "metrics": dict(line["metrics"])}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _digest(data: bytes) -> str:
@@ -111,13 +132,15 @@ class Sidecar:
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
+    alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
+    curve: Cursor = field(default_factory=Cursor)  # of a trial: how far its train stage's curves were sent to its own run
 
     @classmethod
     def read(cls, directory: Path) -> Sidecar:
         try:
             tree = read_json(directory / SIDECAR)
-            return cls(**{**tree, "cursor": Cursor(**tree["cursor"])})
+            return cls(**{**tree, **{name: Cursor(**tree.get(name, {})) for name in ("cursor", "curve")}})
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return cls()
 
@@ -129,17 +152,30 @@ def digest_of(record: Record, extra: Any = None) -> str:
     return sha256_text(canonical_json([asdict(record), extra]))
 
 
-def is_behind(run: Path) -> bool:
-    """Whether MLflow lacks something of a campaign's run directory. Needs no MLflow."""
-    for directory in directories(run):
+def is_behind(place: Path) -> bool:
+    """Whether MLflow lacks something of a campaign's run directory, or of a sweep. Needs no MLflow."""
+    for directory in [path for run in runs_of(place) for path in directories(run)]:
         record, sidecar = read_record(directory), Sidecar.read(directory)
         if record is None:
             continue
         if sidecar.record != record.id or sidecar.sent != digest_of(record) or record.status == "RUNNING":
             return True
-        if read_new(directory / METRICS, sidecar.cursor)[0]:
+        if read_new(directory / METRICS, sidecar.cursor)[0] or alarm_tags(directories(directory)) != sidecar.alarms:
             return True
     return False
+
+
+def alarm_tags(places: Sequence[Path]) -> dict[str, str]:
+    """Return the tags of the alarms in some run directories: `alarm.<signal>` with the last one of each, `alarms` with all."""
+    lines = [line for place in places for line in read_lines(place / EVENTS) if line["kind"] == "alarm"]
+    tags = {f"alarm.{line.get('signal', 'other')}": f"step {line['step'] or 0}: {line['reason']}" for line in lines}
+    names = sorted(name.removeprefix("alarm.") for name in tags)
+    return tags | {"alarms": ", ".join(names)} if tags else {}
+
+
+def runs_of(place: Path) -> list[Path]:
+    """The run directories of a sweep's trials after the sweep itself; a campaign's run directory is its own."""
+    return [place, *sorted(path.parent for path in place.glob("[0-9]*/runs/*/record.json"))]
 
 
 def directories(run: Path) -> list[Path]:
@@ -175,12 +211,13 @@ class Mirror:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.pop("MLFLOW_RUN_ID", None)  # it would win over every run id given here
-        import mlflow  # noqa: F401
-        from mlflow.entities import Metric, Param, RunTag
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-        from requests.exceptions import RequestException
-        from sqlalchemy.exc import SQLAlchemyError
+        with importing():
+            import mlflow  # noqa: F401
+            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+            from requests.exceptions import RequestException
+            from sqlalchemy.exc import SQLAlchemyError
 
         self.uri = uri
         self._failures = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -188,9 +225,10 @@ class Mirror:
         self._experiments: dict[str, str] = {}
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with self._named(), wait_for(state_directory() / "mlflow.lock"):  # the first client makes or migrates the store
+        # The first client makes or migrates the store.
+        with self._named(), wait_for(state_directory() / "mlflow.lock"), importing():
             self._client = MlflowClient(tracking_uri=uri)
-            if uri.startswith("sqlite:"):
+            if not uri.startswith("http"):
                 self._client.search_experiments(max_results=1)
 
     def _named(self) -> _Named:
@@ -202,10 +240,11 @@ class Mirror:
         if name not in self._experiments:
             found = self._client.get_experiment_by_name(name)
             if found is None:
-                ours = self.uri == f"sqlite:///{state_directory() / 'mlflow.db'}"
+                ours = self.uri == own_store()
                 location = (artifact_root() / name).as_uri() if ours else None
                 try:
-                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location)
+                    kind = {"mlflow.experimentKind": "custom_model_development"}  # which pages MLflow shows first
+                    self._experiments[name] = self._client.create_experiment(name, artifact_location=location, tags=kind)
                 except self._failures:  # somebody else made it in between, or it cannot be made
                     found = self._client.get_experiment_by_name(name)
                     if found is None:
@@ -214,18 +253,31 @@ class Mirror:
                 self._experiments[name] = found.experiment_id
         return self._experiments[name]
 
-    def sync(self, run: Path) -> None:
-        """Make MLflow agree with a campaign's run directory."""
-        with self._named(), wait_for(run / ".mlflow.lock"):
+    def sync(self, place: Path) -> None:
+        """Make MLflow agree with a campaign's run directory, or with a sweep's."""
+        for run in runs_of(place):
+            self._sync(run)
+
+    def _sync(self, run: Path) -> None:
+        with its_turn(run), self._named():
             campaign = truth(run)
             if campaign is None:
                 return
             stages = {path: record for path in directories(run)[1:] if (record := truth(path)) is not None}
             final = {f"final/{record.name}/{key}": value for record in stages.values() for key, value in record.final.items()}
             uploads = [record for record in stages.values() if record.artifact and record.artifact["upload"] == "campaign"]
-            parent = self._mirror(run, campaign, None, final, uploads)
+            parent = self._mirror(run, campaign, self._parent(run, campaign), {**final, **campaign.final}, uploads)
             for path, record in stages.items():
                 self._mirror(path, record, parent, {f"final/{k}": v for k, v in record.final.items()}, [record])
+
+    def _parent(self, run: Path, trial: Record) -> str | None:
+        """Return the MLflow run of the sweep that a trial belongs to."""
+        place = (run / trial.parent).resolve()
+        record = truth(place) if trial.parent else None
+        if record is None:
+            return None
+        with wait_for(place / ".mlflow.lock"):
+            return self._mirror(place, record, None, record.final, [])
 
     def _mirror(self, directory: Path, record: Record, parent: str | None, final: dict[str, float], files: list[Record]) -> str:
         sidecar = Sidecar.read(directory)
@@ -237,7 +289,15 @@ class Mirror:
         if not sidecar.params_sent:
             self._params(sidecar.run_id, record)
             sidecar.params_sent = True
-        self._ship(directory / METRICS, sidecar)
+        sidecar.cursor = self._ship(directory / METRICS, sidecar.run_id, sidecar.cursor)
+        if record.parent:
+            sidecar.curve = self._ship(directory / "train" / METRICS, sidecar.run_id, sidecar.curve, TRIAL_CURVES)
+        alarms = alarm_tags(directories(directory))
+        if sidecar.alarms != alarms:
+            self._client.log_batch(sidecar.run_id, tags=[self._tag(clean_key(k), as_value(v)) for k, v in alarms.items()])
+            for name in sidecar.alarms.keys() - alarms.keys():  # of steps that a resumed stage takes again
+                self._client.delete_tag(sidecar.run_id, clean_key(name))
+            sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
             self._finals(sidecar.run_id, record, final)
@@ -277,17 +337,18 @@ class Mirror:
         for start in range(0, len(entries), MAX_PARAMS):
             self._client.log_batch(run_id, params=entries[start : start + MAX_PARAMS])
 
-    def _ship(self, path: Path, sidecar: Sidecar) -> None:
-        """Send the new metric lines, the cursor moving with each batch that arrived."""
-        lines, cursor = read_new(path, sidecar.cursor)
+    def _ship(self, path: Path, run_id: str, before: Cursor, only: frozenset[str] | None = None) -> Cursor:
+        """Send the new metric lines, all of them or some names, and return the cursor behind them."""
+        lines, cursor = read_new(path, before)
         entries = [
             self._metric(clean_key(key), float(value), int(line["time"] * 1000), line["step"])
             for line in lines
             for key, value in line["metrics"].items()
+            if only is None or key in only
         ]
         for start in range(0, len(entries), MAX_METRICS):  # sent twice it would be the same rows
-            self._client.log_batch(sidecar.run_id, metrics=entries[start : start + MAX_METRICS])
-        sidecar.cursor = cursor
+            self._client.log_batch(run_id, metrics=entries[start : start + MAX_METRICS])
+        return cursor
 
     def _finals(self, run_id: str, record: Record, final: dict[str, float]) -> None:
         moment = int((record.ended or record.started) * 1000)
@@ -309,6 +370,71 @@ class Mirror:
             assert record.ended is not None
             self._client.set_terminated(run_id, status=record.status, end_time=int(record.ended * 1000))
 
+    def register(
+        self, run: Path, name: str, place: Path, tags: dict[str, str], story: str, scores: dict[str, float], champion: bool
+    ) -> tuple[int, bool]:
+        """Make an artifact a version of a registered model, unless the same content is one already.
+
+        Args:
+            run: run directory of the campaign, which was sent before.
+            place: the artifact; its bytes stay there.
+            story: where it comes from, for people.
+            scores: of the evaluation, bound to the version's model.
+            champion: whether the alias `champion` moves to it.
+
+        Returns:
+            The version's number, and whether it was there.
+        """
+        import mlflow
+        from mlflow.entities import Metric
+
+        sidecar = Sidecar.read(run)
+        with self._named(), wait_for(state_directory() / "registry.lock"):
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.set_registry_uri(self.uri)
+            if not self._client.search_registered_models(f"name = '{name}'"):
+                self._client.create_registered_model(name, description="Promoted by `tithe promote`; the bytes are DVC's.")
+            known = self._client.search_model_versions(f"name = '{name}'")
+            same = [version for version in known if version.tags.get("content_sha256") == tags["content_sha256"]]
+            if same:
+                number = int(same[0].version)
+            else:
+                model = mlflow.create_external_model(
+                    name=clean_key(f"{name}-{place.name}"),
+                    source_run_id=sidecar.run_id,
+                    experiment_id=sidecar.experiment_id,
+                    tags=tags,
+                    model_type="merged" if place.name == "merged" else "adapter",
+                )
+                moment = int(time.time() * 1000)
+                metrics = [Metric(clean_key(key), value, moment, 0, model.model_id) for key, value in scores.items()]
+                self._client.log_batch(sidecar.run_id, metrics=metrics)
+                version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
+                number = int(version.version)
+                self._client.update_model_version(name, str(number), description=story)
+            if champion:
+                self._client.set_registered_model_alias(name, "champion", str(number))
+        return number, bool(same)
+
+    def row(self, run: Path) -> Row:
+        """Return what MLflow holds of one run."""
+        sidecar, stage = Sidecar.read(run), Sidecar.read(run / "train")
+        if not sidecar.run_id or sidecar.uri != self.uri:
+            raise DataError(str(run), f"MLflow at {self.uri} has nothing of it; `tithe sync` sends it")
+        with self._named():
+            found = self._client.get_run(sidecar.run_id)
+            curved = sidecar.run_id if found.data.tags.get("trial") else stage.run_id
+            names = self._client.get_run(curved).data.metrics if curved else {}
+            curves = {
+                name: [(float(point.step), point.value) for point in self._client.get_metric_history(curved, name)]
+                for name in TRIAL_CURVES & set(names)
+            }
+        final = {key.removeprefix("final/"): value for key, value in found.data.metrics.items() if key.startswith("final/")}
+        params = {key: value for key, value in found.data.params.items() if not key.startswith("sweep.")}
+        ended = self._client.get_run(stage.run_id).info if stage.run_id else None
+        seconds = (ended.end_time - ended.start_time) / 1000 if ended and ended.end_time else None
+        return Row(found.info.run_name, found.info.status.lower(), params, curves, final, seconds)
+
     def _upload(self, directory: Path, run_id: str, record: Record, files: list[Record]) -> None:
         for name in ("config.json", EVENTS, RESULT, LOG):
             path = directory / name
@@ -325,6 +451,24 @@ class Mirror:
             for path in [folder / "manifest.json", *(small_files(folder) if wanted else ())]:
                 inside = str(Path(folder.name) / path.relative_to(folder).parent)
                 self._client.log_artifact(run_id, str(path), inside)
+
+
+@contextmanager
+def its_turn(run: Path) -> Iterator[None]:
+    """Wait until nobody else sends a run directory.
+
+    Raises:
+        TrackingError: nothing can be written there.
+    """
+    with ExitStack() as turn:
+        try:
+            turn.enter_context(wait_for(run / ".mlflow.lock"))
+        except OSError as error:
+            raise TrackingError(
+                f"{run} cannot be written to ({error.strerror}), and what MLflow has is noted there; "
+                "make it writable for this user, or sync a copy of its workspace (--workspace)"
+            ) from error
+        yield
 
 
 class _Named:
@@ -350,6 +494,16 @@ def small_files(folder: Path) -> Iterator[Path]:
         if size <= MAX_FILE_BYTES and total + size <= MAX_ARTIFACT_BYTES:
             total += size
             yield path
+
+
+def read_rows(runs: list[Path]) -> list[Row]:
+    """Return what MLflow holds of some runs, for comparison: a trial's curves are its own, a campaign's those of its train stage.
+
+    Raises:
+        TrackingError: MLflow cannot be reached. DataError: a run was never sent to it.
+    """
+    mirror = Mirror(tracking_uri())
+    return [mirror.row(run) for run in runs]
 
 
 # --- a session: what a stage by hand, or under `dvc repro`, does for itself ----------------------------------------------
@@ -380,8 +534,13 @@ def begin_campaign(workspace: Workspace) -> Record:
     workspace.claim_run()
     config = workspace.config
     names = {"campaign": config.campaign.name, "run": workspace.run_id, "workspace": str(workspace.root)}
-    tags = {**names, **git_tags(REPOSITORY)}
-    return begin(workspace.run, "campaign", workspace.run_id, config, config_hash(config), flatten(as_tree(config)), tags)
+    tags, params, name, parent = {**names, **git_tags(REPOSITORY)}, flatten(as_tree(config)), workspace.run_id, ""
+    trial = read_trial(workspace.root)
+    if trial is not None:
+        name, parent = trial["name"], os.path.relpath(workspace.root.parent, workspace.run)
+        tags |= {"sweep": trial["sweep"], "trial": str(trial["number"])}
+        params |= {f"sweep.{key}": value for key, value in trial["values"].items()}
+    return begin(workspace.run, "campaign", name, config, config_hash(config), params, tags, parent)
 
 
 # --- the shipper, a process beside the work --------------------------------------------------------------------------
@@ -402,7 +561,14 @@ class Shipper:
             start_new_session=True,
         )
 
-    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> bool:
+    def hurry(self) -> None:
+        """Have what there is sent now, so that little is left for `close`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until everything was sent, or cannot be now; return whether it was. A slow one is left to finish by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -419,14 +585,18 @@ def say(text: str) -> None:
 
 def follow(root: Path, run: Path) -> int:
     """Sync a run until standard input ends, then once more; at last send what earlier runs of the workspace still owe."""
-    os.nice(5)
+    yield_to_work()
     mirror: Mirror | None = None
-    failures, due, ended = 0, 0.0, False
+    failures, due = 0, 0.0
+    patience = time.monotonic() + _PATIENCE_SECONDS
+    word: bytes | None = None  # from the owner: a line means now, the end of the stream means that it is over
+    while word is None and time.monotonic() < patience and not any(run.glob(f"*/{METRICS}")):
+        word = listen(0.5)
     while True:
-        ended = ended or bool(select.select([sys.stdin], [], [], max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))[0])
+        ended = word == b""
         if ended:
             wait_for_survivors(run)
-        if ended or time.monotonic() >= due:
+        if word is not None or time.monotonic() >= due:
             try:
                 mirror = mirror or Mirror(tracking_uri())
                 mirror.sync(run)
@@ -438,8 +608,21 @@ def follow(root: Path, run: Path) -> int:
                     say(f"{error}. The campaign goes on; its metrics stay in {run} and are sent as soon as MLflow answers")
                 due = time.monotonic() + _PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)]
                 failures += 1
-            if ended:
-                return 1 if failures else catch_up(mirror, root, run)
+        if ended:
+            return 1 if failures else catch_up(mirror, root, run)
+        word = listen(max(0.0, min(_INTERVAL_SECONDS, due - time.monotonic())))
+
+
+def listen(timeout_seconds: float) -> bytes | None:
+    """Return what comes on standard input, nothing at its end, None when the time is over."""
+    return os.read(0, 4096) if select.select([0], [], [], timeout_seconds)[0] else None
+
+
+def yield_to_work() -> None:
+    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
+    os.nice(5)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:
@@ -462,7 +645,7 @@ def wait_for_survivors(run: Path) -> None:
     """After an owner's sudden death its stage still writes a checkpoint; wait for that, within reason."""
     deadline = time.monotonic() + _SURVIVOR_SECONDS
     while time.monotonic() < deadline:
-        records = [read_record(path) for path in directories(run)[1:]]
+        records = [read_record(path) for one in runs_of(run) for path in directories(one)[1:]]
         if not any(r and r.status == "RUNNING" and Owner.from_json(r.owner).is_alive for r in records):
             return
         time.sleep(0.5)

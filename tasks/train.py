@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -22,10 +22,17 @@ from tasks.command import main
 from tasks.ranks import Rank, launch
 from tasks.registry import StagePaths
 from trainer.anchors.guard import AnchorGuard
-from trainer.anchors.recall import AdapterRecall, BaseRecall
+from trainer.anchors.recall import AdapterRecall, BaseRecall, Recall
 from trainer.anchors.store import open_anchors
 from trainer.config import CampaignConfig
-from trainer.engine.build import boundary_device, build_stateless, place_reference, place_weights, recalled_base
+from trainer.engine.build import (
+    boundary_device,
+    build_stateless,
+    place_reference,
+    place_weights,
+    recalled_base,
+    recalled_int8,
+)
 from trainer.engine.port import Engine
 from trainer.engine.team import ALONE, Team
 from trainer.errors import ConfigError
@@ -42,9 +49,8 @@ from trainer.policy.tokenizer import load_tokenizer
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
-from trainer.schedule.asynchronous import AsyncSchedule, Places, forget_experience
 from trainer.schedule.preflight import look, record
-from trainer.schedule.stop import deferred_stop
+from trainer.schedule.stop import StopWish, deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
 from trainer.schedule.team import TeamSampler, TeamVerifier, TeamWish
 from trainer.types import Prompt, Sampler, SamplingParams, Verifier
@@ -140,18 +146,30 @@ def build_guard(
         return None
     policy, writer, base = learner.policy, RunWriter(paths.run), paths.inputs["base"]
 
-    def load() -> AbstractContextManager[PreTrainedModel]:
+    def load(recalled: Callable[..., AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
         mesh = rank.mesh if rank else None
-        return recalled_base(base, config.base.dtype, config.machine.device, config.train, paths.run, mesh)
+        return lambda: recalled(base, config.base.dtype, config.machine.device, config.train, paths.run, mesh)
 
     def beat(done: int, total: int) -> None:
         writer.heartbeat("making anchors anew", done, total)
 
-    recall = BaseRecall(load) if policy.adapter is None else AdapterRecall(policy.model)
+    recall = BaseRecall(load(recalled_base)) if policy.adapter is None else AdapterRecall(policy.model)
+    by: dict[str, Recall] = {"resident": BaseRecall(load(recalled_base)), "int8_streamed": BaseRecall(load(recalled_int8))}
     made_by = origin_of(read_manifest(base) or {})
-    place = ((rank.first_run if rank else paths.run) / "anchors", writer.event, beat, rank.team if rank else ALONE)
+    place = ((rank.first_run if rank else paths.run) / "anchors", writer.event, beat)
     return AnchorGuard(
-        config.anchors, config.train, config.campaign.seed, learner, sampler, prompts, eos, made_by, recall, *place
+        config.anchors,
+        config.train,
+        config.campaign.seed,
+        learner,
+        sampler,
+        prompts,
+        eos,
+        made_by,
+        recall,
+        *place,
+        scored_by=by.get(config.anchors.reference),
+        team=rank.team if rank else ALONE,
     )
 
 
@@ -207,17 +225,13 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     return look_and_record
 
 
-def hire(config: CampaignConfig, policy: Policy, pad: int, rank: Rank | None) -> tuple[Sampler, Verifier]:
-    """Return who samples and who judges; over several ranks, on behalf of all of them."""
-    sampler = EmbeddedSampler(policy.model, config.train.sampler.slots, pad)
-    if rank is None:
-        return sampler, build_verifier(config.reward)
+def together(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets ranks run different numbers of forward passes of a sharded policy."""
     residency = policy.residency
     assert residency is not None
     source = residency.source
     assert isinstance(source, ShardedSource)
-    verifier = TeamVerifier(rank.team, build_verifier(config.reward) if rank.team.is_first else None)
-    return TeamSampler(rank.team, sampler, lambda: source.together(residency.walk)), verifier
+    return lambda: source.together(residency.walk)
 
 
 def save_policy(policy: Policy, paths: StagePaths, tokenizer: Any, team: Team) -> None:
@@ -244,11 +258,26 @@ def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -
     Args:
         rank: of the team that this process is one of; its run directory is then `paths.run`.
     """
-    train, team = config.train, rank.team if rank else ALONE
+    team = rank.team if rank else ALONE
     place = Run(paths.run, paths.identity, team, rank.first_run if rank else None)
-    if train.schedule == "async" and (paths.run / RESULT).exists():
+    if config.train.schedule != "sync" and (paths.run / RESULT).exists():
+        from trainer.schedule.asynchronous import forget_experience
+
         forget_experience(config, place)
     begin_anew_after_success(place)
+    judge = build_verifier(config.reward) if team.is_first else None  # first: its workers start while the model loads
+    verifier = TeamVerifier(team, judge) if judge is None or rank else judge
+    try:
+        return train_with(verifier, config, paths, place, rank)
+    finally:
+        verifier.close()
+
+
+def train_with(
+    verifier: Verifier, config: CampaignConfig, paths: StagePaths, place: Run, rank: Rank | None = None
+) -> dict[str, Any]:
+    """Train with a verifier that somebody else closes; see `train`."""
+    train, team = config.train, place.team
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
     tokenizer = load_tokenizer(paths.inputs["base"])
@@ -257,25 +286,45 @@ def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -
     check_lengths(config, prompts + heldout, policy.model)
     learner = build_learner(config, paths, policy, engine, rank)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sampler, verifier = hire(config, policy, pad, rank)
+    sampler: Sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
+    if rank is not None:
+        sampler = TeamSampler(rank.team, sampler, together(policy))
     try:
         eos = eos_token_ids(policy.model, tokenizer)
         guard = build_guard(config, paths, learner, sampler, prompts, eos, rank)
         crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos, guard)
         with deferred_stop() as own_wish:
-            look_first, wish = first_look(config, crew, policy), TeamWish(team, own_wish) if rank else own_wish
-            if train.schedule == "async":
-                places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
-                AsyncSchedule(config, crew, place, wish, places, look_first).run()
-            else:
-                SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first).run()
+            wish = TeamWish(rank.team, own_wish) if rank else own_wish
+            choose_schedule(config, crew, paths, place, wish, first_look(config, crew, policy)).run()
     finally:
-        verifier.close()
         sampler.close()
     save_policy(policy, paths, tokenizer, team)
     clear_tiers(policy, learner)
     curve = write_curve(paths.run, paths.out / CURVE) if team.is_first else {}
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
+
+
+class Runs(Protocol):
+    """A schedule, ready to run."""
+
+    def run(self) -> None: ...
+
+
+def choose_schedule(
+    config: CampaignConfig, crew: Crew, paths: StagePaths, place: Run, wish: StopWish, look_first: Callable[[RunWriter], None]
+) -> Runs:
+    """Return the schedule that the configuration asks for; those with a pool import SQLAlchemy, so they are imported here."""
+    train = config.train
+    if train.schedule == "async":
+        from trainer.schedule.asynchronous import AsyncSchedule, Places
+
+        places = Places(str(paths.inputs["base"].resolve()), str(paths.inputs["prompts"].resolve()))
+        return AsyncSchedule(config, crew, place, wish, places, look_first)
+    if train.schedule == "colocated":
+        from trainer.schedule.colocated import ColocatedSchedule
+
+        return ColocatedSchedule(config, crew, place, wish, look_first)
+    return SyncSchedule(train, config.campaign.seed, crew, place, wish, look_first)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from tasks.registry import STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
@@ -28,6 +29,24 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def state_directory() -> Path:
     """Return where databases, server addresses and the like of this machine lie: TITHE_STATE, or `.tithe/` in the repository."""
     return Path(os.environ.get("TITHE_STATE") or REPOSITORY / ".tithe").resolve()
+
+
+def server_database(part: str, driver: str) -> str | None:
+    """Return the PostgreSQL database of `prefect` or `mlflow`, or None for SQLite in the state directory.
+
+    TITHE_DATABASE names a database, postgresql://user@host/name; theirs are called name_prefect and name_mlflow, for each keeps
+    a table of its own that is called alembic_version.
+
+    Raises:
+        ConfigError: TITHE_DATABASE is no such address.
+    """
+    url = os.environ.get("TITHE_DATABASE")
+    if not url:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme != "postgresql" or not parts.hostname or not parts.path.strip("/"):
+        raise ConfigError("TITHE_DATABASE", url, "expected postgresql://user:password@host:port/name")
+    return urlunsplit(parts._replace(scheme=f"postgresql+{driver}", path=f"{parts.path}_{part}"))
 
 
 def pick(tree: dict[str, Any], dotted: str) -> Any:
@@ -63,6 +82,22 @@ def file_digest(path: Path) -> str:
 @lru_cache(maxsize=4096)
 def _file_digest(path: Path, size_bytes: int, changed_ns: int) -> str:
     return sha256_file(path)
+
+
+def replayable(run: Path) -> CampaignConfig:
+    """Return the configuration of a run with an experience pool: what `tithe replay` asks before it loads anything heavy.
+
+    Raises:
+        ConfigError: it is no run directory, or that of a sync run.
+    """
+    try:
+        config = validate(read_json(run / "config.json"))
+    except (OSError, ValueError) as error:
+        why = "" if isinstance(error, FileNotFoundError | NotADirectoryError) else f" ({first_line(error)})"
+        raise ConfigError("RUN", str(run), f"is no run directory{why}; name one, for example runs/<campaign>-<hash>") from None
+    if config.train.schedule == "sync":
+        raise ConfigError("RUN", str(run), "was a sync run, so it has no pool; it is repeated with `tithe run`")
+    return config
 
 
 @dataclass(frozen=True)

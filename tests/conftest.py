@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.postgresql"]
+pytest_plugins = ["tests.browser", "tests.postgresql"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

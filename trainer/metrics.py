@@ -23,12 +23,37 @@ METRICS, EVENTS, HEARTBEAT, RESULT = "metrics.jsonl", "events.jsonl", "heartbeat
 STAGE_PID = "TITHE_STAGE_PID"  # of the stage's own process, in those that work for it: the heartbeat is the stage's
 
 
+def read_heartbeat(directory: Path) -> dict[str, Any] | None:
+    """Return the last sign of life in a run directory, if there is one."""
+    try:
+        return dict(json.loads((directory / HEARTBEAT).read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a JSONL file; a last line cut off by a crash is left out."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines if line]
+
+
+def read_sound_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a JSONL file that are whole objects, and how many others there are: for looking at any run."""
+    if not path.is_file():
+        return [], 0
+    sound, broken = [], 0
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            line = json.loads(raw)
+        except ValueError:  # torn by a crash, a full disk or a hand
+            line = None
+        if isinstance(line, dict):
+            sound.append(line)
+        elif raw.strip():
+            broken += 1
+    return sound, broken
 
 
 class RunWriter:

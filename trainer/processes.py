@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them. Importable without torch.
+"""Processes that must not outlive the one that started them, and the most memory that this one held. Importable without torch.
 
 `python -m trainer.processes <pid> <program> <arguments>` becomes a program of any other environment that gets SIGTERM when the
 process <pid>, which must be the one that started it, ends.
@@ -7,10 +7,13 @@ process <pid>, which must be the one that started it, ends.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from trainer.errors import StopRequested
 
@@ -32,6 +35,32 @@ def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signa
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if not is_alive():
         raise StopRequested("the process that started this one is gone")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let the garbage collector rest while thousands of modules are imported: it looks at all of them again and again (15 %)."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def peak_memory_bytes() -> float:
+    """Return the highest resident memory of this process since it began, or since `forget_peak_memory` (Linux)."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def forget_peak_memory() -> bool:
+    """Let the peak begin anew at what is held now; return whether the kernel allowed it."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _eventually(true: Callable[[], Any], timeout: float = 240) -> Any:
         time.sleep(0.05)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def eventually() -> Callable[..., Any]:
     return _eventually
 

@@ -13,7 +13,7 @@ import pytest
 
 from flows.campaign import artifact_key
 from flows.server import PrivateServer
-from tasks.locks import Owner
+from tasks.locks import Owner, hold
 from tasks.record import read_record
 from trainer.files import read_json
 
@@ -41,8 +41,10 @@ def artifact_types(api: Any, run: dict[str, Any]) -> set[tuple[str, str]]:
     return {(artifact["key"], artifact["type"]) for artifact in found}
 
 
-def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(tiny: Any, api: Any, prefect_server: str) -> None:
-    tiny.plan(seconds=1.2, steps=5)  # long enough for a progress artifact
+def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(
+    tiny: Any, api: Any, prefect_server: str, eventually: Any
+) -> None:
+    tiny.plan(seconds=1.2, steps=5, alarm_at=2)  # long enough for a progress artifact
     done = tiny.run("--no-tracking", PREFECT_API_URL=prefect_server)
     assert done.returncode == 0, done.stderr
     assert "90.0 % (85.0 % to 95.0 %)" in done.stdout
@@ -55,6 +57,9 @@ def test_a_campaign_shows_in_prefect_and_a_second_run_as_cached(tiny: Any, api: 
         ("tiny-evaluation", "table"),
         ("tiny-report", "markdown"),
     }
+    asked = {"filter": {"event": {"name": ["tithe.alarm.kl"]}, "resource": {"id": [f"tithe.run.{tiny.workspace.run_id}"]}}}
+    (event,) = eventually(lambda: api("events/filter", asked)["events"])
+    assert (event["payload"]["step"], event["payload"]["value"], event["payload"]["threshold"]) == (2, 0.4, 0.3)
     again = tiny.run("--no-tracking", PREFECT_API_URL=prefect_server)
     assert again.returncode == 0, again.stderr
     cached = flow_run(api, tiny.workspace.run_id)
@@ -113,6 +118,29 @@ def test_a_signal_to_the_command_ends_the_stage_after_a_checkpoint(tiny: Any, ap
     record = read_record(tiny.workspace.run)
     assert record is not None
     assert record.status == "KILLED"
+
+
+def test_a_stop_while_prefects_database_is_made_does_not_wait_for_it(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    fresh = tmp_path / "fresh"
+    process = tiny.start("--no-tracking", TITHE_STATE=str(fresh))
+    eventually((fresh / "prefect" / "private-server.log").exists)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
+    assert "stopped: stopped by SIGTERM" in said
+    assert not (fresh / "prefect" / "initialised").exists()
+    assert tiny.made in ([], ["prepare"])
+
+
+def test_stages_go_ahead_while_prefects_database_is_made(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    fresh = tmp_path / "fresh"
+    (fresh / "prefect").mkdir(parents=True)
+    with hold(fresh / "prefect.lock", "another makes the database"):
+        process = tiny.start("--no-tracking", TITHE_STATE=str(fresh))
+        eventually(lambda: tiny.made == ["prepare", "train", "evaluate", "report"])
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
 
 
 def test_no_server_anywhere_means_a_private_one_with_its_history_kept(tiny: Any, state: Path, prefect_server: str) -> None:

@@ -59,6 +59,9 @@ def test_every_command_has_help(command: str) -> None:
         (["run", "recipes/absent.yaml"], 2, "recipes/absent.yaml"),
         (["train", "-S", "train.sampling.top_p=0.9"], 2, "train.sampling.top_p = 0.9"),
         (["resume", "-S", "campaign.name=never-begun"], 2, "no such run was begun"),
+        (["sync", "-S", "campaign.name=never-begun"], 2, "no such run was begun"),
+        (["replay", "runs/never-begun"], 2, "RUN = 'runs/never-begun': is no run directory; name one"),
+        (["replay", "README.md"], 2, "RUN = 'README.md': is no run directory; name one"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_heavy_is_imported(arguments: list[str], code: int, said: str) -> None:

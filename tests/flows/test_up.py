@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 
-from flows.server import addresses, answers, find_server, free_port
+from flows.server import addresses, answers, find_server, free_port, settings
 from flows.up import check_port
 from tasks.locks import Owner
-from trainer.errors import BusyError
+from trainer.errors import BusyError, ConfigError
 
 
 def test_a_port_in_use_is_named_with_the_option_that_chooses_another() -> None:
@@ -93,9 +94,39 @@ def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, e
     read_until(process, "Ctrl-C")
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     owners = [Owner.of(pid) for pid in children]
-    assert len(owners) == 2
+    assert len(owners) == 3  # Prefect, MLflow, the worker
     process.kill()
     process.communicate(timeout=30)
     eventually(lambda: not any(owner.is_alive for owner in owners))
     eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"))
     assert find_server() is None
+
+
+@pytest.mark.smoke
+def test_history_in_postgresql(tiny: Any, tmp_path: Path, postgresql_url: str) -> None:
+    environment = {"TITHE_STATE": str(tmp_path / "state"), "TITHE_DATABASE": postgresql_url}
+    for _ in range(2):  # what is made is not made again
+        made = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "initialise"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, made.stderr
+    done = tiny.run(**environment)
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    with psycopg.connect(f"{postgresql_url}_prefect") as database:
+        found = database.execute("SELECT name, state_name FROM flow_run").fetchall()
+    assert found == [(tiny.workspace.run_id, "Completed")]
+    with psycopg.connect(f"{postgresql_url}_mlflow") as database:
+        runs = database.execute("SELECT name, status FROM runs").fetchall()
+    assert dict(runs) == dict.fromkeys([tiny.workspace.run_id, "prepare", "train", "evaluate", "report"], "FINISHED")
+    assert not list((tmp_path / "state").rglob("*.db"))
+
+
+def test_a_database_address_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITHE_DATABASE", "mysql://somewhere/tithe")
+    with pytest.raises(ConfigError, match=r"TITHE_DATABASE.*expected postgresql://"):
+        settings()

@@ -1,8 +1,10 @@
 """Stages that take no time and do what `tiny.json` in the workspace says: for tests of the platform around them.
 
-    {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "config_error": true, "ignore_stop": true}
+    {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "config_error": true, "alarm_at": 3,
+     "wait_in": "report", "ballast_bytes": 100000}
 
-A crash, kill or hang happens at the first attempt only. Imports nothing heavy.
+A crash, kill or hang happens at the first attempt only; `wait_in` is a stage that waits until it is killed or the wish is gone.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,8 +35,16 @@ def note(paths: StagePaths, name: str) -> None:
         made.write(name + "\n")
 
 
+def wait_if_planned(paths: StagePaths, name: str) -> None:
+    """Stay in a stage as long as the plan says so."""
+    while plan(paths).get("wait_in") == name:
+        RunWriter(paths.run).heartbeat("waiting")
+        time.sleep(0.05)
+
+
 def run_prepare(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     note(paths, "prepare")
+    wait_if_planned(paths, "prepare")
     (paths.out / "train.jsonl").write_text(json.dumps({"heldout": config.prepare.heldout_fraction}) + "\n")
     return {"num_prompts": 1}
 
@@ -52,6 +62,7 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """Count to `steps`, with a checkpoint after every step: the model of a real trainer."""
     wishes = plan(paths)
     note(paths, "train")
+    wait_if_planned(paths, "train")
     if wishes.get("config_error"):
         raise ConfigError("train.lora.rank", 3, "planned mistake; set another")
     checkpoint = paths.run / "checkpoint.json"
@@ -62,18 +73,21 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     try:
         while step < steps:
             step += 1
-            writer.metrics(step, {"reward/mean": step / steps, "lr": config.train.optimizer.learning_rate})
+            rate = config.train.optimizer.learning_rate
+            writer.metrics(step, {"reward/mean": step / steps, "lr": rate, "heldout/reward_mean": step / steps * rate * 1e3})
             writer.heartbeat("learning", step, steps)
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:
                 time.sleep(0.01)
+            if once(paths, "alarm_at", step):
+                writer.event("alarm", "KL to the reference is 0.4", step=step, signal="kl", value=0.4, threshold=0.3)
             if once(paths, "crash_at", step):
                 raise RuntimeError("planned crash")
             if once(paths, "kill_at", step):
                 os.kill(os.getpid(), signal.SIGKILL)
             if once(paths, "hang_at", step):
                 time.sleep(600)
-            write_json(checkpoint, {"step": step})
+            write_json(checkpoint, {"step": step, "ballast": "x" * wishes.get("ballast_bytes", 0) * step})
     except StopRequested:
         write_json(checkpoint, {"step": step, "stopped": True})
         raise
@@ -86,6 +100,7 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
 
 def run_evaluate(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     note(paths, "evaluate")
+    wait_if_planned(paths, "evaluate")
     assert read_manifest(paths.inputs["policy"]) is not None
     three = {"value": 0.9, "low": 0.85, "high": 0.95}
     write_json(paths.out / "evaluation.json", {"base": {"pass@1": 0.4}, "trained": {"pass@1": three}, "num_prompts": 16})
@@ -94,6 +109,7 @@ def run_evaluate(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
 
 def run_report(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     note(paths, "report")
+    wait_if_planned(paths, "report")
     (paths.out / "report.html").write_text(f"<h1>{config.campaign.name}</h1>")
     return {}
 

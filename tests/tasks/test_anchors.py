@@ -8,16 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tasks.anchors import origin_of
+from tasks.anchors import describe, origin_of
 from tasks.registry import get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
-from trainer.anchors.store import open_anchors
+from tests.trainer.rollout.vllm_fake import FakeVllm
+from trainer.anchors.store import AnchorStore, open_anchors
 from trainer.config import load_config
 from trainer.errors import ModelError
 from trainer.files import read_json, read_manifest
 from trainer.metrics import read_lines
+from trainer.policy.load import load_model
+from trainer.policy.policy import build_policy
+from trainer.policy.versions import PolicyStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -64,6 +69,41 @@ def test_the_same_bytes_with_other_slots(tmp_path: Path) -> None:
     one, two, three = (manifest for manifest in manifests if manifest is not None)
     assert one["content_sha256"] == two["content_sha256"]
     assert one["num_tokens"] == three["num_tokens"]
+
+
+def stored(workspace: Workspace) -> AnchorStore:
+    return open_anchors(workspace.artifact("anchors"), origin_of(read_manifest(workspace.artifact("base")) or {}))
+
+
+def test_eight_bit_anchors_say_how_far_off_they_are(tmp_path: Path) -> None:
+    exact, rough = make(tmp_path / "exact"), make(tmp_path / "rough", "anchors.reference=int8_streamed")
+    one, other = (stored(workspace).take(range(24)) for workspace in (exact, rough))
+    assert one.completions == other.completions, "the base draws them either way"
+    apart = float((one.logprobs_T - other.logprobs_T).abs().mean())
+    assert 0 < apart < 0.02
+    (event,) = read_lines(rough.run / "anchors" / "events.jsonl")
+    assert event["kind"] == "reference"
+    assert 0 < event["error"] < 0.02
+    assert read_lines(rough.run / "anchors" / "metrics.jsonl")[0]["metrics"]["anchors/reference_error"] == event["error"]
+    assert "scored by the reference (int8_streamed)" in describe(rough.artifact("anchors"))[0]
+
+
+def test_anchors_behind_vllm_are_those_of_the_base(tmp_path: Path) -> None:
+    exact = make(tmp_path / "exact")
+    config = load_config(REPOSITORY / "params.yaml", [*TINY, "train.method=lora"])
+    server = FakeVllm(
+        build_policy(load_model(exact.artifact("base")), config.train, 0), PolicyStore(tmp_path / "none", 2), max_logprobs=8
+    )
+    try:
+        served = make(tmp_path / "served", "anchors.reference=vllm", f'train.sampler.vllm.urls=["{server.url}"]')
+    finally:
+        server.die()
+    one, other = (stored(workspace).take(range(24)) for workspace in (exact, served))
+    assert one.completions == other.completions
+    assert torch.equal(one.top_ids_TK, other.top_ids_TK)
+    assert torch.allclose(one.top_logprobs_TK, other.top_logprobs_TK, atol=1e-4)
+    assert torch.allclose(one.tail_T, other.tail_T, atol=1e-2)
+    assert (read_manifest(served.artifact("anchors")) or {})["reference"] == "vllm"
 
 
 def test_no_anchors_is_an_empty_artifact(tmp_path: Path) -> None:

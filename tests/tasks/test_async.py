@@ -10,13 +10,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from tasks.registry import get_stage
 from tasks.replay import replay_run
@@ -35,7 +37,7 @@ from trainer.schedule.terms import pool_url
 pytestmark = pytest.mark.smoke
 
 END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
-STEPS, GROUPS, LAG = 12, 4, 4
+STEPS, GROUPS, LAG = 16, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
     "prepare": {
@@ -60,7 +62,12 @@ TREE: dict[str, Any] = {
         "schedule": "async",
         "lora": {"rank": 4, "alpha": 8},
         "optimizer": {"learning_rate": 1e-3},
-        "batch": {"prompts_per_step": GROUPS, "group_size": 4, "minibatches": 2},
+        "batch": {
+            "prompts_per_step": GROUPS,
+            "group_size": 4,
+            "minibatches": 2,
+            "micro_batch_tokens": 16,  # slow steps, so that a test can act between two of them
+        },  # slow steps, to be caught between
         "sampling": {"max_completion_tokens": 4},
         "sampler": {"slots": 16, "groups_per_claim": 2},
         "sync": {"sync_every": 2, "max_policy_update_lag": LAG},
@@ -127,17 +134,49 @@ class Trial:
         finally:
             pool.close()
 
-    def wait_for_step(self, number: int) -> None:
-        """Wait until the log holds so many steps."""
-        self.wait(lambda: len(read_lines(self.run / "metrics.jsonl")) >= number)
+    @contextmanager
+    def held_at_step(self, number: int) -> Iterator[Connection]:
+        """Hold the pool's lock from when so many steps are in the log, so that the run cannot go on, or end, inside the block."""
+        url = make_url(pool_url(self.config.train, self.run))
+        sqlite = url.drivername == "sqlite"
+        options: dict[str, Any] = {"connect_args": {"timeout": 0}} if sqlite else {}
+        engine = create_engine(
+            url if sqlite else url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT", **options
+        )
+        schema = "" if sqlite else f"{self.schema()}."
+        lock = "SELECT 1" if sqlite else f"SELECT 1 FROM {schema}cursor FOR UPDATE"
+        self.wait(lambda: not sqlite or Path(str(url.database)).exists())
+        with engine.connect() as connection:
 
-    def wait(self, ready: Callable[[], object]) -> None:
+            def held() -> bool:
+                try:
+                    connection.execute(text("BEGIN IMMEDIATE" if sqlite else "BEGIN"))
+                    connection.execute(text(lock)).all()
+                    if connection.execute(text(f"SELECT count(*) FROM {schema}steps")).scalar_one() >= number:
+                        return True
+                except (OperationalError, ProgrammingError):
+                    pass  # somebody else is at it, or there are no tables yet
+                with suppress(OperationalError):
+                    connection.execute(text("ROLLBACK"))
+                return False
+
+            self.wait(held, 0.001)
+            yield connection
+            connection.execute(text("ROLLBACK"))
+        engine.dispose()
+
+    def schema(self) -> str:
+        database = Database(pool_url(self.config.train, self.run), str(self.run.resolve()), 30.0)
+        database.close()
+        return database.schema
+
+    def wait(self, ready: Callable[[], object], pause_seconds: float = 0.02) -> None:
         end = time.monotonic() + 600
         while not ready():
             assert self.process is not None
             assert self.process.poll() is None, (self.root / "log").read_text()
             assert time.monotonic() < end, (self.root / "log").read_text()
-            time.sleep(0.02)
+            time.sleep(pause_seconds)
 
     def sampler_pid(self, name: str = "s0") -> int | None:
         pool = self.pool()
@@ -229,10 +268,10 @@ def test_an_async_run_trains_and_can_be_replayed_to_the_last_bit(make_trial: Cal
 def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     trial.start()
-    trial.wait_for_step(2)
-    pid = trial.sampler_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    with trial.held_at_step(2):
+        pid = trial.sampler_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
     trial.finish()
     trial.check_log()
     (event,) = trial.events("restart")
@@ -244,10 +283,10 @@ def test_a_killed_sampler_is_replaced_and_nothing_is_lost(make_trial: Callable[.
 def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial({"train": {"watchdog": {"deadline_seconds": 20.0}}})
     trial.start()
-    trial.wait_for_step(2)
-    pid = trial.sampler_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    with trial.held_at_step(2):
+        pid = trial.sampler_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
     trial.finish()
     trial.check_log()
     events = [event for event in trial.events("restart") if event["pid"] == pid]
@@ -259,14 +298,14 @@ def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(
 def test_a_killed_learner_goes_on_to_the_same_bits_and_its_samplers_end_with_it(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     process = trial.start()
-    trial.wait_for_step(8)  # past the checkpoint of step 5
-    pid = trial.sampler_pid()
-    assert pid is not None
-    process.kill()
-    process.wait()
+    with trial.held_at_step(7):  # past the checkpoint of step 5
+        pid = trial.sampler_pid()
+        assert pid is not None
+        process.kill()
+        process.wait()
     before = trial.steps()
-    assert 8 <= len(before) < STEPS
-    end = time.monotonic() + 120
+    assert 7 <= len(before) < STEPS
+    end = time.monotonic() + 300
     while is_alive(pid):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -282,11 +321,11 @@ def test_a_killed_learner_goes_on_to_the_same_bits_and_its_samplers_end_with_it(
 def test_sigterm_ends_everything_in_order_with_a_checkpoint_and_the_run_goes_on(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     process = trial.start()
-    trial.wait_for_step(6)
-    pid = trial.sampler_pid()
-    assert pid is not None
-    process.terminate()
-    assert process.wait(300) == StopRequested.exit_code
+    with trial.held_at_step(6):
+        pid = trial.sampler_pid()
+        assert pid is not None
+        process.terminate()
+    assert process.wait(600) == StopRequested.exit_code
     assert not is_alive(pid)
     used = trial.steps()
     checkpoints = sorted(path.name for path in (trial.run / "checkpoints").glob("step_*"))
@@ -304,17 +343,9 @@ def test_sigterm_ends_everything_in_order_with_a_checkpoint_and_the_run_goes_on(
 def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., Trial], postgresql_url: str) -> None:
     trial = make_trial({"train": {"pool": {"url": postgresql_url}}})
     trial.start()
-    engine = create_engine(postgresql_url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT")
-    try:
-        for step in (2, 5, 8):
-            trial.wait_for_step(step)
-            with engine.connect() as connection:
-                others = (
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
-                )
-                assert connection.execute(text(others)).all()
-    finally:
-        engine.dispose()
+    for step in (2, 5, 8):
+        with trial.held_at_step(step) as connection:
+            assert connection.execute(text(END_ALL_OTHERS)).all()
     trial.finish()
     trial.check_log()
     assert replay_run(trial.workspace.run)["identical"]
@@ -335,13 +366,30 @@ def test_a_run_that_ended_well_is_trained_anew_with_an_empty_pool(make_trial: Ca
 def test_a_sampler_with_another_base_stops_the_run_and_names_the_cause(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     process = trial.start()
-    trial.wait(lambda: (trial.run / "policies" / "current.json").exists())
     weights = trial.root / "artifacts" / "base" / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 0.5
-    save_file(tensors, weights, {"format": "pt"})
+    save_file(tensors, trial.root / "other", {"format": "pt"})
+    with trial.held_at_step(0):  # the learner has loaded its base and can start no sampler yet
+        os.replace(trial.root / "other", weights)
     assert process.wait(600) == MismatchError.exit_code
     said = (trial.root / "log").read_text()
     assert "sampler s0" in said
     assert "another base" in said
     assert trial.steps() == []
+
+
+def test_a_colocated_run_goes_on_after_a_kill_and_can_be_replayed(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial({"train": {"schedule": "colocated"}})
+    process = trial.start()
+    with trial.held_at_step(6):
+        process.kill()
+        process.wait()
+    before = trial.steps()
+    trial.start()
+    trial.finish()
+    trial.check_log()
+    assert trial.steps()[: len(before)] == before
+    lines = [line["metrics"] for line in read_lines(trial.run / "metrics.jsonl")]
+    assert {line["memory/backbone_copies"] for line in lines[-2:]} == {1.0}
+    assert replay_run(trial.workspace.run)["identical"]

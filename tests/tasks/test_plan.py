@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.plan import (
+    RATES,
     Asked,
     calibrate,
     calibrated,
@@ -18,11 +20,10 @@ from tasks.plan import (
     gather,
     key_of,
     learn,
+    learn_memory,
     measured,
     page,
-    predicted,
     record_measurement,
-    record_prediction,
 )
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import load_config
@@ -30,7 +31,8 @@ from trainer.errors import ConfigError, DataError, ModelError, ResourceError
 from trainer.files import read_json, write_json
 from trainer.metrics import METRICS, RunWriter, read_lines
 from trainer.plan.hardware import load_hardware
-from trainer.plan.plan import make_plan
+from trainer.plan.memory import CONTEXT, TRAIN_STAGE
+from trainer.plan.plan import floor, make_plan
 from trainer.plan.probe import quick_local
 
 PLANS = REPOSITORY / "recipes" / "plans"
@@ -70,6 +72,10 @@ def test_a_plan_file_with_flags_over_it() -> None:
     assert not request.choices.train.recompute
 
 
+def test_devices_on_the_command_line_are_those_that_settings_are_checked_against() -> None:
+    assert gather(Asked(model="qwen3-8b", devices=8, overrides=("train.residency=zero3",))).choices.devices == 8
+
+
 def test_a_model_alone_is_a_plan_with_defaults() -> None:
     request = gather(Asked(model="qwen3-8b", overrides=("hardware=a100-80gb", "train.method=lora")))
     assert request.adapter_parameters == request.card.lora_parameters(32, request.choices.train.lora.target_modules)
@@ -96,6 +102,9 @@ def test_a_recipe_plans_its_base(tmp_path: Path) -> None:
         (Asked(PLANS / "lomo-65b.yaml", devices=1), "nobody to share with"),
         (Asked(PLANS / "stateless-1t.yaml", overrides=("reference.kind=adapter_off",)), "nothing can be switched off"),
         (Asked(Path("no-such-plan.yaml")), "no such file"),
+        (Asked(model="qwen3-8b", devices=0), "devices = 0"),
+        (Asked(model="qwen3-8b", sampling_devices=-1), "sample.devices = -1"),
+        (Asked(model="qwen3-8b", price_per_hour=-1.0), "hardware.device.price_per_hour = -1.0"),
     ],
 )
 def test_what_is_wrong_is_named(asked: Asked, problem: str) -> None:
@@ -127,33 +136,83 @@ def test_methods_of_the_trainer_are_mapped() -> None:
 # -- the gate -----------------------------------------------------------------------------------------------------------------
 
 
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+HUGE = {"stateless-1t", "lora-async-1t"}
+
+
 def test_what_fits_passes_the_gate_and_leaves_its_prediction(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, config())
-    plan, said = gate(workspace)
-    assert plan is not None
-    assert "plan: fits" in said[0]
     workspace.claim_run()
-    record_prediction(workspace, plan)
-    record_prediction(workspace, plan)  # begun again: one line, not two
+    (said,) = gate(workspace)
+    assert "plan: fits" in said
+    gate(workspace)  # begun again: one line, not two
     (line,) = read_lines(workspace.run / METRICS)
-    assert line["metrics"] == pytest.approx(predicted(plan))
-    assert read_json(workspace.run / "plan.json")["verdict"]["fits"]
+    tree = read_json(workspace.run / "plan.json")
+    assert tree["verdict"]["fits"]
+    assert line["metrics"]["plan/predicted_peak_bytes"] == pytest.approx(
+        max(r["peak_bytes"] for r in tree["verdict"]["rooms"][:1])
+    )
 
 
-def test_what_cannot_fit_is_refused_with_advice(tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path, config(**TOO_LARGE))
-    with pytest.raises(ResourceError, match=r"main memory would need .* What would help: .*--force"):
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_meets_the_gate(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 24 GB: the published campaigns of 10^12 parameters are refused, all others start."""
+    monkeypatch.setattr("tasks.plan.memory_limit_bytes", lambda: 24e9)
+    workspace = Workspace(tmp_path, load_config(recipe, [], REPOSITORY / "params.yaml"))
+    if recipe.stem not in HUGE:
+        assert not any("cannot fit" in sentence for sentence in gate(workspace))
+        return
+    with pytest.raises(
+        ResourceError, match=r"main memory is 24 GB, and what the run holds all the time is . TB: .*weights 2 TB"
+    ) as told:
         gate(workspace)
-    plan, said = gate(workspace, force=True)
-    assert plan is not None
-    assert not plan.verdict.fits
-    assert "as asked" in said[1]
+    assert "What helps most: " in str(told.value)
+    assert "are missing" in str(told.value)
+    assert "cannot fit" in gate(workspace, force=True)[0]
+
+
+def test_the_cheapest_change_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"base.scratch.hidden_size": 4096, "base.scratch.num_layers": 16, "base.scratch.intermediate_size": 8192}
+    workspace = Workspace(tmp_path, config(**{**large, "train.method": "full"}))
+    monkeypatch.setattr("tasks.plan.memory_limit_bytes", lambda: 24e9)
+    monkeypatch.setattr("trainer.plan.probe.free_memory_bytes", lambda: 24e9)
+    with pytest.raises(ResourceError, match=r"first moments .* Cheapest way to fit: .*stateless"):
+        gate(workspace)
+
+
+def test_an_estimate_alone_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.plan.probe.free_memory_bytes", lambda: 100e6)
+    (said,) = gate(Workspace(tmp_path, config()))
+    assert said.startswith("warning: does not fit: main memory would need")
+
+
+def test_what_has_trained_here_is_not_refused(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, config(**TOO_LARGE))
+    with pytest.raises(ResourceError, match="--force"):
+        gate(workspace)
+    write_run(workspace, steps(0.5, 0.25, 6e8))
+    assert "warning" in gate(workspace)[0]
+
+
+def test_a_calibration_moves_no_floor() -> None:
+    request = gather(Asked(PLANS / "lomo-7b.yaml"))
+    efficiency = request.hardware.efficiency.model_copy(update={"memory": 3.0})
+    tuned = replace(request, hardware=request.hardware.model_copy(update={"efficiency": efficiency}))
+    assert floor(tuned, "device") == floor(request, "device")
+    assert floor(request, "device")[0] == request.card.parameters * 2
 
 
 def test_an_unknown_base_is_not_planned_but_said(tmp_path: Path) -> None:
-    plan, said = gate(Workspace(tmp_path, config(**{"base.source": "hf:nobody/nothing-7b"})))
-    assert plan is None
-    assert "not planned" in said[0]
+    (said,) = gate(Workspace(tmp_path, config(**{"base.source": "hf:nobody/nothing-7b"})))
+    assert "not planned" in said
+
+
+def test_a_broken_base_is_not_planned_but_said(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    (said,) = gate(Workspace(tmp_path, config(**{"base.source": f"hf:{tmp_path / 'model'}"})))
+    assert "not planned" in said
+    assert "is no JSON" in said
 
 
 def steps(learn_seconds: float, sample_seconds: float, peak: float) -> list[dict[str, float]]:
@@ -162,6 +221,9 @@ def steps(learn_seconds: float, sample_seconds: float, peak: float) -> list[dict
         "time/learn_seconds": learn_seconds,
         "time/sample_seconds": sample_seconds,
         "memory/rss_peak_bytes": peak,
+        "memory/sample_peak_bytes": peak / 2,
+        "memory/learn_peak_bytes": peak,
+        "throughput/tokens_per_second": 40.0,
         "completion/length_mean": 4.0,
     }
     first = {**step, "time/step_seconds": 100.0, "time/learn_seconds": 90.0}
@@ -177,14 +239,16 @@ def write_run(workspace: Workspace, lines: list[dict[str, float]]) -> None:
 
 def test_measured_stands_beside_predicted(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, config())
-    plan, _ = gate(workspace)
-    assert plan is not None
+    write_run(workspace, [])
+    gate(workspace)
     write_run(workspace, steps(0.5, 0.25, 6e8))
-    record_prediction(workspace, plan)
     values = record_measurement(workspace)
     assert values["plan/measured_step_seconds"] == 1.0  # the first step warms up
     assert values["plan/measured_peak_bytes"] == 6e8
-    assert values["plan/ratio_peak_bytes"] == pytest.approx(plan.memory.peak("device")[0] / 6e8)
+    assert values["plan/ratio_peak_bytes"] == pytest.approx(values["plan/predicted_peak_bytes"] / 6e8)
+    assert values["plan/measured_sample_bytes"] == 3e8
+    assert values["plan/ratio_sample_bytes"] == pytest.approx(values["plan/predicted_sample_bytes"] / 3e8)
+    assert values["plan/measured_tokens_per_second"] == 40.0
     record_measurement(workspace)
     assert len(read_lines(workspace.run / METRICS)) == 2
 
@@ -206,7 +270,10 @@ def test_a_finished_run_teaches_later_plans(tmp_path: Path, own_state: Path) -> 
     assert plan.schedule.train_seconds + plan.schedule.score_seconds == pytest.approx(0.5)
     assert plan.schedule.sample_seconds == pytest.approx(0.25)
     assert plan.schedule.step_seconds == pytest.approx(1.0)
-    assert plan.memory.peak("device")[0] == pytest.approx(6e8, rel=1e-3)
+    assert plan.memory.peak("device", TRAIN_STAGE)[0] == pytest.approx(6e8, rel=1e-3)
+    faster = hardware.device.model_copy(update={"training_flops": 7 * hardware.device.training_flops})
+    probed_again = calibrated(hardware.model_copy(update={"device": faster}))
+    assert make_plan(gather_like(workspace, probed_again)).schedule.step_seconds == pytest.approx(1.0)
 
 
 def gather_like(workspace: Workspace, hardware: Any):
@@ -215,7 +282,8 @@ def gather_like(workspace: Workspace, hardware: Any):
 
 def test_another_machine_keeps_its_own_calibration(own_state: Path) -> None:
     gpu = load_hardware("h100-80gb")
-    write_json(own_state / "calibration.json", {key_of(gpu): {"run": "r", "efficiency": {"train": 0.5}}})
+    rates = {key: getattr(gpu.device, key) for key in RATES}
+    write_json(own_state / "calibration.json", {key_of(gpu): {"run": "r", "efficiency": {"train": 0.5}, "rates": rates}})
     assert calibrated(gpu).efficiency.train == 0.5
     assert calibrated(load_hardware("a100-80gb")).efficiency.train == 1.0
 
@@ -227,6 +295,20 @@ def test_what_is_no_finished_run(tmp_path: Path) -> None:
     write_run(workspace, steps(0.5, 0.25, 6e8)[:1])
     with pytest.raises(DataError, match="has 1 steps with times; at least 2"):
         calibrate(workspace.run, load_hardware("h100-80gb"))
+
+
+def test_a_tiny_run_teaches_nothing_wrong_of_a_large_model(tmp_path: Path, own_state: Path) -> None:
+    """An empty process that is 200 MB larger than thought is no ledger that is five times too small."""
+    workspace, hardware = Workspace(tmp_path, config()), quick_local(own_state)
+    assert hardware is not None
+    plan = make_plan(gather_like(workspace, hardware))
+    peak = plan.memory.peak("device", TRAIN_STAGE)[0] + 200e6
+    found = learn_memory(plan, peak)
+    assert found["memory"] == pytest.approx(1.0, abs=0.15)
+    assert found["process_bytes"] == pytest.approx(hardware.process_bytes + 200e6, rel=0.02)
+    large = make_plan(gather(Asked(PLANS / "lomo-7b.yaml", hardware="h100-80gb")))
+    mine = large.memory.peak("device", TRAIN_STAGE)[0] - large.memory.find("device", CONTEXT)
+    assert learn_memory(large, 1.2 * mine) == {"memory": pytest.approx(1.2)}
 
 
 def test_learning_from_a_run_without_memory() -> None:
@@ -251,8 +333,6 @@ def test_the_page_shows_bars_for_every_phase() -> None:
 
 
 def test_names_are_escaped() -> None:
-    from dataclasses import replace
-
     request = replace(gather(Asked(PLANS / "lomo-7b.yaml")), name="<b>bold</b>", note="<i>")
     assert "<b>bold" not in page(make_plan(request))
 

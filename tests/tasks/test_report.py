@@ -119,6 +119,18 @@ def test_the_page_tells_the_whole_campaign(paths: StagePaths) -> None:
     assert "error 0" not in reader.text
 
 
+def test_what_was_planned_stands_beside_what_was_measured(paths: StagePaths) -> None:
+    assert "Planned and measured" not in page(paths)[1].text  # nothing was planned
+    for directory in (paths.run.parent, paths.runs["train"]):
+        writer = RunWriter(directory)
+        writer.metrics(1, {"plan/predicted_peak_bytes": 5e8, "plan/predicted_step_seconds": 2.0})
+        writer.metrics(61, {"memory/rss_peak_bytes": 4e8, "time/step_seconds": 2.5})
+    (paths.out / PAGE).unlink()
+    html = page(paths)[0]
+    assert "<td>memory, highest</td><td>500 MB</td><td>400 MB</td><td>+25%</td>" in html
+    assert "<td>a step</td><td>2 s</td><td>2.5 s</td><td>-20%</td>" in html
+
+
 def test_the_page_needs_nothing_and_runs_nothing(paths: StagePaths) -> None:
     html, reader, _ = page(paths)
     assert reader.dangerous == []

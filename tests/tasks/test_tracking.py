@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.record import add_tags, begin, finish, flatten, read_record, truth
-from tasks.tracking import Cursor, Mirror, Sidecar, TrackingError, as_value, clean_key, is_behind, read_new
+from tasks.tracking import Cursor, Mirror, Sidecar, TrackingError, as_value, clean_key, is_behind, its_turn, read_new
 from tasks.workspace import REPOSITORY
 from trainer.config import CampaignConfig, load_config
 from trainer.files import write_json, write_manifest
@@ -33,6 +33,15 @@ def lines(path: Path, steps: list[int], mode: str = "a") -> None:
     with open(path, mode) as file:
         for step in steps:
             file.write(json.dumps({"step": step, "time": time.time(), "metrics": {"m": float(step)}}) + "\n")
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_named_and_not_mlflow(tmp_path: Path) -> None:
+    (tmp_path / ".mlflow.lock").mkdir()  # even for root, who may write everywhere
+    with (
+        pytest.raises(TrackingError, match=rf"{tmp_path} cannot be written to \(Is a directory\).*make it writable"),
+        its_turn(tmp_path),
+    ):
+        pass
 
 
 def steps_of(found: list[dict[str, Any]]) -> list[int]:
@@ -218,6 +227,28 @@ def test_a_whole_campaign_arrives(mirror: Mirror, run: Path) -> None:
     files = {file.path for file in client.list_artifacts(child.info.run_id, "policy")}
     assert files == {"policy/adapter.bin", "policy/manifest.json"}
     assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["config.json"]
+
+
+@pytest.mark.smoke
+def test_alarms_become_tags_of_stage_and_campaign(mirror: Mirror, run: Path) -> None:
+    writer = RunWriter(run / "train")
+    mirror.sync(run)
+    for step, value in ((3, 0.4), (7, 0.5)):
+        writer.event("alarm", f"KL to the reference is {value}", step=step, signal="kl", value=value, threshold=0.3)
+    writer.event("sync", "handed over policy version 8", step=8)
+    writer.event("alarm", "lag is 31, past its threshold 28.8", step=9, signal="lag", value=31.0, threshold=28.8)
+    assert is_behind(run)
+    mirror.sync(run)
+    for place in (run, run / "train"):
+        tags = mirror._client.get_run(Sidecar.read(place).run_id).data.tags
+        assert tags["alarm.kl"] == "step 7: KL to the reference is 0.5"
+        assert tags["alarm.lag"].startswith("step 9: lag is 31")
+        assert tags["alarms"] == "kl, lag"
+    RunWriter(run / "train", resume_step=8)  # the step of the second alarm is taken again
+    mirror.sync(run)
+    tags = mirror._client.get_run(Sidecar.read(run / "train").run_id).data.tags
+    assert tags["alarms"] == "kl"
+    assert "alarm.lag" not in tags
 
 
 @pytest.mark.smoke

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.anchors.recall import Recall, Voice
+from trainer.anchors.recall import Recall
+from trainer.anchors.scorer import Voice
 from trainer.anchors.store import (
     AnchorStore,
     Origin,
@@ -107,7 +108,8 @@ class AnchorGuard:
         prompts: all training prompts.
         eos_token_ids: end a completion.
         origin: of the reference.
-        recall: calls the reference.
+        recall: calls the reference, for audits.
+        scored_by: calls the reference for anchors; None: the same.
         directory: `<run>/anchors`.
         event: takes (kind, reason, step, **facts).
         beat: takes (finished, total) completions while anchors are made.
@@ -128,6 +130,7 @@ class AnchorGuard:
         directory: Path,
         event: Event,
         beat: Callable[[int, int], None] | None = None,
+        scored_by: Recall | None = None,
         team: Team = ALONE,
     ):
         assert learner.anchors is not None
@@ -135,6 +138,7 @@ class AnchorGuard:
         assert isinstance(first, AnchorStore)
         self.config, self.train, self.seed, self.learner, self.sampler = config, train, seed, learner, sampler
         self.prompts, self.eos_token_ids, self.origin, self.recall = prompts, eos_token_ids, origin, recall
+        self.scored_by = scored_by or recall
         self.directory, self.event, self.beat, self.term, self.team = directory, event, beat, learner.anchors, team
         self.first = self.store = first
         self.version, self.made_at = 0, 0  # of the anchors in use: number, and step after which they were made
@@ -165,7 +169,7 @@ class AnchorGuard:
         if reason and not last:
             found["anchors/refresh_tokens"] = self.refresh(step, stage, reason, drift)
         found |= {"anchors/version": self.version, "anchors/guard_seconds": time.perf_counter() - begin}
-        resident = self.recall.resident_bytes
+        resident = sum(recall.resident_bytes for recall in {self.recall, self.scored_by})
         assert resident == 0, f"{resident} bytes of the reference stay in memory between refreshes"
         return {**found, "memory/reference_bytes": resident, "reference/tokens": self.tokens}
 
@@ -209,7 +213,7 @@ class AnchorGuard:
         target = self.directory_of(version.version)
         with self._written(target) as out:
             facts = self._build(out, version, stage)
-            write_manifest(out, {**facts, "step": step, "reason": reason})
+            write_manifest(out, {**facts, "reference": self.config.reference, "step": step, "reason": reason})
         self._use(open_anchors(target, self.origin), version.version, step)
         after, _ = self.term.measure(engine, policy.device, most)
         self.event(
@@ -240,7 +244,7 @@ class AnchorGuard:
         def build(voice: Voice) -> dict[str, Any]:
             return build_anchors(
                 out,
-                voice.model,
+                voice,
                 self.sampler,
                 prompts,
                 settings,
@@ -248,12 +252,11 @@ class AnchorGuard:
                 self.eos_token_ids,
                 progress=self.beat,
                 version=version,
-                as_reference=voice.switched,
             )
 
         if self.config.source == "policy":
             return build(Voice(self.learner.policy.model))
-        with self.recall.called() as voice:
+        with self.scored_by.called() as voice:
             facts = build(voice)
         self.tokens += facts["num_fed_tokens"]
         return facts
@@ -316,10 +319,10 @@ class AnchorGuard:
         """Score damaged shards again; return whether the version is whole again."""
         if self.config.source == "policy":
             return False
-        with self.recall.called() as voice, tempfile.TemporaryDirectory() as scratch:
+        with self.scored_by.called() as voice, tempfile.TemporaryDirectory() as scratch:
             mine = target if self.team.is_first else Path(shutil.copytree(target, Path(scratch) / target.name))
             self.team.wait()
-            whole = rebuild_shards(mine, damaged, voice.model, voice.switched)
+            whole = rebuild_shards(mine, damaged, voice)
             self.team.wait()
         if whole:
             names = ", ".join(damaged)

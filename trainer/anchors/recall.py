@@ -1,7 +1,8 @@
 """The original reference, called back for a refresh or an audit and gone again afterwards.
 
-    adapter   the policy's own backbone with the adapter switched off: never a second model
-    full      the base, loaded from its artifact and dropped; weak references to its tensors tell whether it is really gone
+    AdapterRecall   the policy's own backbone with the adapter switched off: never a second model
+    BaseRecall      the base, loaded from its artifact and dropped, whole, tiered, or with 8-bit weights; weak references to its
+                    tensors tell whether it is really gone
 
 `resident_bytes` is counted over tensors that are alive, not over what was meant to be dropped.
 """
@@ -10,22 +11,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from trainer.anchors.scorer import Voice
 from trainer.policy.lora import adapter_off
-
-
-@dataclass
-class Voice:
-    """The reference while it is here."""
-
-    model: Any  # None afterwards
-    switched: Callable[[], AbstractContextManager[object]] = nullcontext  # around every forward pass
 
 
 class Recall(Protocol):
@@ -58,14 +52,17 @@ class AdapterRecall:
         yield Voice(self.model, lambda: adapter_off(self.model))
 
 
+Loaded = tuple[Any, object]  # a model with its weights, and what holds them where that is not the model
+
+
 class BaseRecall:
     """Of a policy whose every weight trains.
 
     Args:
-        load: loads the base with its weights where there is room for them, for the span of a block.
+        load: loads the base where there is room for it, for the span of a block.
     """
 
-    def __init__(self, load: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, load: Callable[[], AbstractContextManager[Loaded]]):
         self.load = load
         self._alive: list[weakref.ref[torch.Tensor]] = []
 
@@ -73,10 +70,11 @@ class BaseRecall:
     def called(self) -> Iterator[Voice]:
         voice = Voice(None)
         try:
-            with self.load() as model:
+            with self.load() as (model, holder):
                 voice.model = model
-                self._alive = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
-                del model
+                held = [*model.parameters(), *model.buffers(), *tensors_within(holder)]
+                self._alive = [weakref.ref(tensor) for tensor in held]
+                del model, holder, held
                 yield voice
                 voice.model = None
         finally:
@@ -86,3 +84,21 @@ class BaseRecall:
     @property
     def resident_bytes(self) -> int:
         return sum(tensor.nbytes for ref in self._alive if (tensor := ref()) is not None)
+
+
+def tensors_within(thing: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a source of weights holds, however deep in it they lie."""
+    seen, waiting = set[int](), [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set | deque):
+            waiting += one
+        elif type(one).__module__.startswith("trainer.memory"):
+            waiting += vars(one).values()

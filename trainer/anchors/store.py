@@ -3,19 +3,18 @@
     prompts --sampler--> completions --reference, one forward pass--> top K log-probs, log mass of the tail --> shards
 
 A shard is a safetensors file with some completions end to end; lengths say where each begins. Everything is at the sampling
-temperature. The log mass of the tail is summed over the tail itself, never 1 minus the top, so a tiny one keeps its digits; it is
--inf where K is the vocabulary. Equal inputs give equal bytes. What the shards hold is said by the directory's manifest,
-whose facts `build_anchors` returns. Beside the shards, `completions.safetensors` holds the drawn tokens alone: small, and enough
-to score a damaged shard again to the same bytes. When anchors are made anew while training: guard.py.
+temperature. The log mass of the tail is -inf where K is the vocabulary. Who scores: scorer.py; a model in this process gives
+equal bytes for equal inputs. What the shards hold is said by the directory's manifest, whose facts `build_anchors` returns. The
+drawn tokens alone are in `completions.safetensors` too: small, and enough to score a damaged shard again to the same bytes. When
+anchors are made anew while training: guard.py.
 
-Legend: N completions of a shard, P prompt tokens and T completion tokens of all of them, K cached tokens at each, V vocabulary.
+Legend: N completions of a shard, P prompt tokens and T completion tokens of all of them, K cached tokens at each.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -26,16 +25,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from trainer.anchors.scorer import Drawn, Scorer
 from trainer.errors import DataError, ModelError
 from trainer.files import MANIFEST, damage, disk_full_is_named, read_manifest, sha256_file
-from trainer.policy.forward import completion_logits, scoring, tempered_logits
 from trainer.types import Prompt, Request, Sampler, SamplingParams, derive_seed
 
 FORMAT = 2
 SHARD_BYTES = 2**28
 COMPLETIONS = "completions.safetensors"
 _PER_TOKEN = ("completion_tokens", "logprobs", "top_ids", "top_logprobs", "tail_logprobs", "sampler_logprobs")
-Reference = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -85,35 +83,6 @@ def choose_prompts(prompts: Sequence[Prompt], num: int, seed: int) -> list[Promp
     return sorted(prompts, key=lambda prompt: (derive_seed(seed, "anchors", prompt.id), prompt.id))[:num]
 
 
-def top_and_tail(logits_TV: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids [T, K] and log-probs [T, K] of the K most probable tokens, and the log mass of the others [T].
-
-    Args:
-        logits_TV: raw logits; may be overwritten.
-        top_k: K, at most V.
-        temperature: of the sampling distribution, above 0.
-    """
-    scaled_TV = tempered_logits(logits_TV, temperature)
-    log_total_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
-    top_TK, ids_TK = scaled_TV.topk(top_k, dim=-1)
-    tail_T = scaled_TV.scatter_(1, ids_TK, -torch.inf).logsumexp(dim=-1) - log_total_T1[:, 0]
-    return ids_TK, top_TK - log_total_T1, tail_T
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A completion and the prompt that it answers."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
-    logprobs: Sequence[float]  # under the policy that drew it
-
-    @property
-    def num_fed(self) -> int:
-        """Tokens of one forward pass over it."""
-        return len(self.prompt) + len(self.completion) - 1
-
-
 def drawn_tensors(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
     """Return some completions, end to end."""
     return {
@@ -125,29 +94,9 @@ def drawn_tensors(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
     }
 
 
-def reference_tensors(model: Any, drawn: Sequence[Drawn], top_k: int, temperature: float) -> dict[str, Tensor]:
+def shard_tensors(scorer: Scorer, drawn: Sequence[Drawn], top_k: int, temperature: float) -> dict[str, Tensor]:
     """Return the tensors of one shard for some completions."""
-    pairs = [(d.prompt, d.completion) for d in drawn]
-    lengths = [len(d.completion) for d in drawn]
-    starts = [0, *accumulate(lengths)]
-    tensors = {
-        **drawn_tensors(drawn),
-        "logprobs": torch.empty(starts[-1]),
-        "top_ids": torch.empty((starts[-1], top_k), dtype=torch.int32),
-        "top_logprobs": torch.empty((starts[-1], top_k)),
-        "tail_logprobs": torch.empty(starts[-1]),
-    }
-    with scoring(model):
-        for batch in completion_logits(model, pairs, pad_token_id=0):
-            where = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in batch.indices])
-            scaled_TV = tempered_logits(batch.logits_NV, temperature)
-            own_T = scaled_TV.gather(1, batch.tokens_N[:, None])[:, 0] - scaled_TV.logsumexp(dim=-1)
-            ids_TK, top_TK, tail_T = top_and_tail(batch.logits_NV, top_k, temperature)
-            tensors["logprobs"][where] = own_T.cpu()
-            tensors["top_ids"][where] = ids_TK.int().cpu()
-            tensors["top_logprobs"][where] = top_TK.cpu()
-            tensors["tail_logprobs"][where] = tail_T.cpu()
-    return tensors
+    return {**drawn_tensors(drawn), **scorer.score(drawn, top_k, temperature)}
 
 
 def manifest_facts(
@@ -178,7 +127,7 @@ def manifest_facts(
 
 def build_anchors(
     directory: Path,
-    model: Any,
+    scorer: Scorer,
     sampler: Sampler,
     prompts: Sequence[Prompt],
     settings: Settings,
@@ -187,22 +136,20 @@ def build_anchors(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
     version: Version | None = None,
-    as_reference: Reference = nullcontext,
 ) -> dict[str, Any]:
     """Sample completions, score them with the reference and write shards into a directory.
 
     Args:
-        model: the reference, as a transformers causal language model.
+        scorer: the reference.
         sampler: draws the completions.
         shard_bytes: about how large a shard gets.
         progress: called with (finished, total) completions after every shard.
         version: of the anchors; None: the first, drawn by the reference itself.
-        as_reference: what turns the model into the reference while it scores, such as switching its adapter off.
 
     Returns:
         The facts for the directory's manifest.
     """
-    settings = replace(settings, top_k=min(settings.top_k, int(model.get_output_embeddings().weight.shape[0])))
+    settings = replace(settings, top_k=min(settings.top_k, scorer.vocabulary))
     params = SamplingParams(settings.temperature, settings.max_completion_tokens, eos_token_ids)
     version = version or Version()
     seed: tuple[int | str, ...] = (settings.seed, "anchors", *([version.version] if version.version else []))
@@ -219,8 +166,7 @@ def build_anchors(
         part = requests[start : start + per_shard]
         completions = sampler.generate(part, params)
         drawn = [Drawn(r.token_ids, c.token_ids, c.logprobs) for r, c in zip(part, completions, strict=True)]
-        with as_reference():
-            tensors = reference_tensors(model, drawn, settings.top_k, settings.temperature)
+        tensors = shard_tensors(scorer, drawn, settings.top_k, settings.temperature)
         shards.append(f"shard-{len(shards):05d}.safetensors")
         _write(directory / shards[-1], tensors)
         everything += drawn
@@ -257,13 +203,13 @@ def _is_whole(path: Path, fact: dict[str, Any]) -> bool:
     return path.is_file() and path.stat().st_size == fact["bytes"] and sha256_file(path) == fact["sha256"]
 
 
-def rebuild_shards(directory: Path, damaged: Sequence[str], model: Any, as_reference: Reference = nullcontext) -> bool:
+def rebuild_shards(directory: Path, damaged: Sequence[str], scorer: Scorer) -> bool:
     """Score the completions of damaged shards again, and write those that come out as the manifest says.
 
     Args:
         directory: of anchors that the reference scored, with a whole manifest.
         damaged: from `damaged_files`.
-        model, as_reference: as in `build_anchors`.
+        scorer: the reference.
 
     Returns:
         Whether the directory is whole again. False where the completions are lost, or the machine computes other bits.
@@ -276,8 +222,7 @@ def rebuild_shards(directory: Path, damaged: Sequence[str], model: Any, as_refer
         if name not in manifest["shards"]:
             return False
         first = manifest["shards"].index(name) * size
-        with as_reference():
-            tensors = reference_tensors(model, drawn[first : first + size], manifest["top_k"], manifest["temperature"])
+        tensors = shard_tensors(scorer, drawn[first : first + size], manifest["top_k"], manifest["temperature"])
         _write(directory / name, tensors)
     return damage(directory) is None
 

@@ -23,6 +23,7 @@ Scalar = bool | int | float | str
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+WIDEST_FIELD = 4096  # characters that a prompt template may pad a field to
 
 
 class Refusal(ValueError):
@@ -52,6 +53,7 @@ class PromptSource(Section):
     """Where prompts come from. Each source is a set that an RL stage can name."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "main"
+    """Name by which an RL stage asks for it."""
     source: str
     """`reasoning_gym:<task>`, `jsonl:<file>`, `parquet:<file>`, or `hf:<dataset name or local directory>`."""
     options: dict[str, Scalar | list[Scalar]] = {}
@@ -88,9 +90,13 @@ class PromptSource(Section):
     @classmethod
     def _is_template(cls, value: str) -> str:
         try:
-            names = [name for _, name, _, _ in Formatter().parse(value) if name is not None]
+            parts = [(name, spec or "") for _, name, spec, _ in Formatter().parse(value) if name is not None]
         except ValueError as error:
             raise ValueError(f"is no format string ({error}); double the braces that are text") from None
+        names = [name for name, _ in parts]
+        for name, spec in parts:
+            if "{" in spec or any(int(number) > WIDEST_FIELD for number in re.findall(r"\d{1,20}", spec)):
+                raise ValueError(f"has the format {spec!r} on {name!r}; a width is a number of at most {WIDEST_FIELD} characters")
         if not names or not all(re.match(r"[^\W\d]", name) for name in names):
             raise ValueError("needs a field of the row by its name, for example {question}; double the braces that are text")
         return value
@@ -126,6 +132,7 @@ class PromptSource(Section):
 
 class Prepare(Section):
     sources: Annotated[tuple[PromptSource, ...], Field(min_length=1)]
+    """At least one."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of prompts, chosen by the hash of their text, that training never sees; curves and evaluation use them."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -151,13 +158,21 @@ class ScratchModel(Section):
     alphabet: str = "0123456789+="
     """The characters that the tokenizer knows; each is one token. BOS is not used, EOS and padding are added."""
     hidden_size: Count = 128
+    """Width of the model."""
     num_layers: Count = 2
+    """Decoder layers."""
     num_heads: Count = 4
+    """Attention heads of a layer."""
     intermediate_size: Count = 256
+    """Width of the feed-forward part."""
     steps: Count = 600
+    """Optimizer steps of the supervised training that makes it."""
     batch_size: Count = 128
+    """Examples a step."""
     learning_rate: Positive = 2e-3
+    """Peak learning rate of that training."""
     warmup_steps: Annotated[int, Field(ge=0)] = 50
+    """Steps over which it rises."""
     decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
     mistake: Literal["none", "forget_carry"] = "none"
@@ -208,10 +223,16 @@ class Anchors(Section):
     num_prompts: Annotated[int, Field(ge=0)] = 256
     """Training prompts that get anchors; 0 makes none."""
     completions_per_prompt: Count = 1
+    """Completions that are stored for each prompt."""
     top_k: Count = 64
     """Log-probs kept at every token, beside the tail's mass. Capped at the vocabulary's size."""
     max_completion_tokens: Count | None = None
     """Length cap of anchored completions; None takes train.sampling's."""
+    reference: Literal["auto", "resident", "adapter_off", "int8_streamed", "vllm"] = "auto"
+    """Whose log-probs anchors hold: always the base's, by different means. `resident`: the base, loaded (tiered where
+    train.memory says so) and dropped again. `adapter_off`: the policy's own backbone, with method lora. `int8_streamed`: with
+    8-bit weights, layer by layer. `vllm`: the stage's anchors are drawn and scored by the servers of train.sampler.vllm, or by
+    one that is started for it; refreshes as with `auto`. `auto`: adapter_off with lora, else resident."""
     source: Literal["reference", "policy"] = "reference"
     """Who scores the current policy's completions at a refresh: the fixed `reference`, called back for it, or the `policy`
     itself, which is then what the KL term holds on to; audits still measure its total drift from the reference."""
@@ -245,10 +266,13 @@ class Anchors(Section):
 
 class Lora(Section):
     rank: Count = 32
+    """Rank of the adapter; 32 is the value of method L."""
     alpha: Positive = 64
+    """Scale of the adapter: its product is multiplied by alpha / rank. Twice the rank is usual."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Off whenever log-probs are scored. Above 0 the ratio differs from 1 already at the first update."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "v_proj", "o_proj", "gate_proj")
+    """Linear layers that get an adapter, by the end of their name."""
 
 
 class Optimizer(Section):
@@ -259,14 +283,19 @@ class Optimizer(Section):
     """Of `stateless`: the gradient itself, its sign, or the gradient divided by the matrix's RMS, or with rows and columns
     normalised in turns. All but `sgd` move each weight by about the learning rate; the scales of `sgd` are other ones."""
     learning_rate: Positive
+    """Peak. About 2e-5 for LoRA on a real model, 1e-6 for all weights; the stateless rules have scales of their own."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments of adamw."""
     eps: Positive = 1e-8
+    """Added to the denominator of adamw."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled, of matrices only."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly from zero."""
     schedule: Literal["constant", "cosine"] = "cosine"
     """After the warm-up: constant, or cosine down to final_fraction of the learning rate at the RL stage's end."""
     final_fraction: Fraction = 0.1
+    """Of `cosine`: where it ends, as a share of the learning rate."""
     max_grad_norm: Positive = 1.0
     """Norm to which gradients are clipped."""
     clipping: Literal["global", "per_layer", "two_pass", "previous"] | None = None
@@ -334,10 +363,12 @@ class Kl(Section):
     """`exact`: every sample scored by the base (LoRA: the adapter off; full: a frozen copy). `anchors`: the cached file,
     no reference in memory. `int8_streamed`: a copy of the base with 8-bit weights, run layer by layer. `none`: no KL term."""
     coefficient: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the KL term. 0.01 with verifiable rewards, 0.001 with a learned one."""
     estimator: Literal["k2", "k3", "ratio_k3"] = "k2"
     """Gradient of the exact reference's term: `k2` exact reverse KL on-policy (its value is reported as k3), `k3` the
     forward KL's gradient, `ratio_k3` with gradient through the ratio."""
     controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` moves the coefficient so that the KL stays near its target."""
     target: Positive = 0.05
     """Mean KL per token that the adaptive controller steers to."""
     horizon: Count = 100
@@ -361,7 +392,9 @@ class Algorithm(Section):
     """`grpo`: reward minus the group's mean, over its standard deviation. `dr_grpo`: without the division. `rloo`: minus
     the mean of the others. `reinforce`: minus the mean of the whole batch."""
     clip_low: Positive = 0.2
+    """The ratio to the sampled log-prob is clipped at 1 - clip_low ..."""
     clip_high: Positive = 0.2
+    """... and at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """For negative advantages the loss never exceeds this times the advantage."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -370,12 +403,14 @@ class Algorithm(Section):
     truncated: Literal["keep", "mask"] = "keep"
     """Whether completions cut by the length cap train; they always stay in the group's baseline."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of an entropy bonus in the loss."""
     kl: Kl = Kl()
     off_policy: OffPolicy = OffPolicy()
 
 
 class Batch(Section):
     prompts_per_step: Count = 64
+    """Prompts (groups) sampled for one step."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Completions sampled for one prompt."""
     passes: Count = 1
@@ -408,11 +443,15 @@ class Sampling(Section):
     """One record for sampler and learner: both compute log_softmax(logits / temperature)."""
 
     temperature: Positive = 1.0
+    """Of the sampling distribution, whose log-probs are stored."""
     max_completion_tokens: Count = 256
     """The common length cap of all completions."""
     top_p: Fraction = 1.0
+    """1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """0 is off."""
     repetition_penalty: Positive = 1.0
+    """1 is off."""
 
     @model_validator(mode="after")
     def _check(self) -> Sampling:
@@ -443,6 +482,7 @@ class Vllm(Section):
     kv_offload_bytes: Annotated[int, Field(ge=0)] = 0
     """Host memory into which KV blocks are swapped; 0 keeps them on the device."""
     tensor_parallel_size: Count = 1
+    """Devices of one server."""
     eager: bool = True
     """Without graph capture: a faster start, somewhat slower tokens."""
     arguments: dict[str, str] = {}
@@ -466,7 +506,7 @@ class Sampler(Section):
 
 
 class Pool(Section):
-    """The experience pool between samplers and learner. Only read with `schedule: async`."""
+    """The experience pool between samplers and learner. Read with `schedule: async` and `colocated`."""
 
     url: str = ""
     """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
@@ -495,13 +535,14 @@ class Pool(Section):
 
 
 class PolicySync(Section):
-    """How samplers get new policies, and how old their samples may be. Only read with `schedule: async`."""
+    """How samplers get new policies, and how old their samples may be. Read with `schedule: async` and `colocated`."""
 
     mode: Literal["adapter", "merge"] = "adapter"
     """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
     which the engine reloads. The embedded sampler always loads the weights themselves."""
     sync_every: Count = 20
-    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait."""
+    """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait. Colocated: after which
+    it is probed and its hash written down; the sampler takes the newest weights whenever it begins."""
     max_policy_update_lag: Count = 32
     """Most optimizer steps between the policy that sampled and the one that learns. Older samples are dropped and counted."""
     keep: Annotated[int, Field(ge=2)] = 3
@@ -517,6 +558,16 @@ class PolicySync(Section):
             lag = self.max_policy_update_lag
             refuse("sync_every", self.sync_every, f"samples are too old when a new policy comes; set at most {lag}, the bound")
         return self
+
+
+class Colocated(Section):
+    """How sampling gets its turns between training micro-batches. Only read with `schedule: colocated`."""
+
+    decode_turns: Count = 16
+    """Decode steps, one token in every slot each, between two micro-batches. While training waits for samples, sampling has all
+    the turns; while the pool is above its watermarks, none."""
+    min_available_memory_bytes: Annotated[int, Field(ge=0)] = 256 * 1024**2
+    """Memory of the device that must be free, or sampling gives its cache and its groups back and waits; 0 never does."""
 
 
 class Watchdog(Section):
@@ -547,29 +598,37 @@ class RLStage(Section):
     """One RL stage. What it leaves None it takes from train."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "main"
+    """Name in metrics and report."""
     steps: Count
+    """Steps of this stage."""
     sources: tuple[str, ...] | None = None
     """Names of prepare.sources whose prompts it uses; None uses all."""
     max_completion_tokens: Count | None = None
+    """Cap in this stage; None: the one of train.sampling."""
     learning_rate: Positive | None = None
+    """Learning rate in this stage; None: the optimizer's."""
 
 
 class Heldout(Section):
     every_steps: Annotated[int, Field(ge=0)] = 10
     """Greedy held-out accuracy every so many steps; 0 never looks."""
     num_prompts: Count = 256
+    """Held-out prompts that are judged."""
 
 
 class Checkpoints(Section):
     every_steps: Count = 10
+    """Steps between two; a stop on request writes one more."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept; two at least, so that a damaged one has a predecessor."""
 
 
 class Train(Section):
     method: Literal["lora", "full"]
-    schedule: Literal["sync", "async"] = "sync"
-    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it."""
+    """What trains: an adapter on a frozen backbone, or every weight."""
+    schedule: Literal["sync", "colocated", "async"] = "sync"
+    """`sync`: sample, then learn, in one process. `async`: sampler processes fill an experience pool, the learner empties it.
+    `colocated`: both in one process over one backbone; sampling into the pool takes turns between training micro-batches."""
     lora: Lora = Lora()
     """Only read when method is `lora`."""
     optimizer: Optimizer
@@ -581,6 +640,7 @@ class Train(Section):
     sampler: Sampler = Sampler()
     pool: Pool = Pool()
     sync: PolicySync = PolicySync()
+    colocated: Colocated = Colocated()
     watchdog: Watchdog = Watchdog()
     alarms: Alarms = Alarms()
     activation_checkpointing: bool = False
@@ -619,9 +679,9 @@ class Train(Section):
             self._check_sharded()
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
-        if self.schedule == "async":
-            self._check_async()
-        elif self.sampler.kind == "vllm":
+        if self.schedule != "sync":
+            self._check_pooled()
+        if self.schedule != "async" and self.sampler.kind == "vllm":
             refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
         if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
             refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
@@ -636,7 +696,10 @@ class Train(Section):
         if self.schedule != "sync":
             refuse("schedule", self.schedule, "the ranks of a sharded run sample and learn in step; set schedule: sync")
 
-    def _check_async(self) -> None:
+    def _check_pooled(self) -> None:
+        if self.schedule == "colocated" and self.method == "full":
+            refuse("schedule", "colocated", "a sampler in the middle of its completions needs weights that stand still: a second "
+                   "adapter is small, a second model is not; set method: lora, or schedule: sync")  # fmt: skip
         if self.layer_major:
             key, value = ("optimizer.kind", "stateless") if self.optimizer.kind == "stateless" else ("memory.weights", "tiered")
             refuse(key, value, "a sampler beside the learner needs a whole copy of the weights; set schedule: sync")
@@ -656,7 +719,7 @@ class Train(Section):
                 f"one step makes {batch.optimizer_steps_per_step} optimizer steps, so nothing sampled meanwhile can be used; "
                 f"set at least {batch.optimizer_steps_per_step}, or schedule: sync",
             )
-        if self.sampler.processes == 0 and not self.pool.url:
+        if self.schedule == "async" and self.sampler.processes == 0 and not self.pool.url:
             refuse(
                 "sampler.processes", 0, "samplers elsewhere need a pool they can reach; set pool.url to a postgresql:// address"
             )
@@ -681,6 +744,7 @@ class Code(Section):
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that an answer may have; 1 forbids it to fork (threads are allowed)."""
     open_files: Annotated[int, Field(ge=16)] = 64
+    """Open files of a candidate program."""
     scratch_bytes: Annotated[int, Field(ge=64 * 1024)] = 16 * 1024**2
     """Size of its private scratch folder, empty for every answer."""
     output_bytes: Count = 1024**2
@@ -693,8 +757,11 @@ class Length(Section):
     """The soft over-long penalty: 0 up to max_length - buffer, then linearly down to -1 at max_length and beyond."""
 
     unit: Literal["tokens", "characters"] = "tokens"
+    """What the length is counted in."""
     max_length: Count = 1024
+    """From here on the penalty is whole."""
     buffer: Count = 256
+    """Over so much before it, the penalty rises linearly."""
 
     @model_validator(mode="after")
     def _check(self) -> Length:
@@ -707,6 +774,7 @@ class Http(Section):
     """A remote judge: POST of JSON {prompt, answer, gold, scorer} to url, which replies {"score": number}."""
 
     url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    """Address that answers are sent to."""
     token_variable: str | None = None
     """Environment variable whose value is sent as a bearer token; the token itself never stands in a recipe."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
@@ -723,11 +791,15 @@ class LearnedReward(Section):
     model: str = ""
     """Local directory or hub name, e.g. artifacts/reward_model: what the optional stage reward_model trained."""
     revision: str | None = None
+    """Hub revision to pin."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which it computes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes."""
     int8: bool = False
     """Keep linear layers as INT8 with one scale per row: a quarter of the float32 bytes, multiplied in dtype."""
     batch_size: Count = 16
+    """Answers scored together."""
     max_tokens: Count = 2048
     """Longer texts lose their beginning."""
     squash: Literal["none", "sigmoid"] = "sigmoid"
@@ -792,9 +864,11 @@ class RewardPart(Judge):
     name: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9_-]*)?$")] = ""
     """Name in samples and metrics; empty takes the verifier's."""
     weight: float = 1.0
+    """Weight of this part in the sum."""
     gate: bool = False
     """A gate is not added: where its score is below `gate_at` the whole reward is `reward.gate_score`."""
     gate_at: float = 1.0
+    """Of a gate: the reward that opens it."""
 
     @model_validator(mode="after")
     def _no_mix(self) -> RewardPart:
@@ -851,22 +925,33 @@ class RewardTraining(Section):
     pairs: str
     """JSONL file of pairs, relative to the working directory or the repository."""
     prompt_field: str = "prompt"
+    """Field of a pair with the prompt."""
     chosen_field: str = "chosen"
+    """Field with the better answer."""
     rejected_field: str = "rejected"
+    """Field with the worse one."""
     base: str = "scratch"
     """`scratch`: a tiny Llama over the pairs' characters; else a model directory or hub name, whose head begins anew."""
     hidden_size: Count = 64
     """Only for scratch, as num_layers and num_heads."""
     num_layers: Count = 2
+    """Decoder layers, of a model from scratch."""
     num_heads: Count = 4
+    """Attention heads, of a model from scratch."""
     separator: str = ""
     """Put between prompt and answer."""
     max_tokens: Count = 1024
+    """Longer pairs are cut."""
     epochs: Count = 3
+    """Passes over the pairs."""
     batch_size: Count = 16
+    """Pairs a step."""
     learning_rate: Positive = 1e-3
+    """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled."""
     max_grad_norm: Positive = 1.0
+    """Norm to which gradients are clipped."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of prompts whose pairs only measure accuracy."""
     min_heldout_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.55
@@ -877,19 +962,26 @@ class Merge(Section):
     dtype: Literal["base", "float32", "bfloat16"] = "base"
     """Type of the merged weights; `base` keeps each tensor's own. The sum is made in float32 and rounded once."""
     max_shard_bytes: Count = 5 * 1000**3
+    """Size of a safetensors file."""
 
 
 class Evaluate(Section):
     split: Literal["heldout", "test"] = "heldout"
+    """Which prompts: those that curves use, or those that nothing has looked at yet."""
     num_prompts: Count = 256
+    """Prompts of each side."""
     samples_per_prompt: Count = 8
+    """Completions of each prompt, for pass@k."""
     pass_at: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4, 8)
     """The k of pass@k, estimated without bias from samples_per_prompt samples."""
     temperature: Positive = 1.0
+    """Of those completions; greedy accuracy is measured besides."""
     correct_at: Fraction = 1.0
     """Score from which an answer counts as correct."""
     bootstrap_resamples: Count = 2000
+    """Resamples of the confidence intervals."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Of the intervals."""
 
     @model_validator(mode="after")
     def _check(self) -> Evaluate:
@@ -907,6 +999,7 @@ class Machine(Section):
     """What computes. Never part of a result's identity: a run may go on with another number of ranks."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where torch computes; `auto` takes a GPU if there is one."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads of the worker, of all its ranks together; 0 takes all cores."""
     ranks: Annotated[int, Field(ge=0)] = 0
@@ -968,6 +1061,7 @@ class CampaignConfig(Section):
             key = "ranks" if self.machine.ranks > 1 else "nodes"
             problem = "only sharded weights have several; set train.memory.weights: sharded, or leave it out"
             refuse(f"machine.{key}", getattr(self.machine, key), problem)
+        self._check_anchors()
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
         kl = self.train.algorithm.kl
@@ -980,6 +1074,17 @@ class CampaignConfig(Section):
             )
         self._check_reward()
         return self
+
+    def _check_anchors(self) -> None:
+        temperature = self.train.sampling.temperature
+        if self.anchors.reference == "adapter_off" and self.train.method == "full":
+            refuse("anchors.reference", "adapter_off", "every weight trains, so nothing can be switched off; set resident")
+        if self.anchors.reference == "vllm" and temperature != 1:
+            refuse(
+                "anchors.reference",
+                "vllm",
+                f"vLLM scores prompts at temperature 1, train.sampling.temperature is {temperature:g}; set that 1, or resident",
+            )
 
     def _check_reward(self) -> None:
         for index, judge in enumerate(self.reward.judges):

@@ -79,21 +79,38 @@ _WHOLE = 2**62  # elements of a block of vocabulary rows: all of them
 @contextmanager
 def recalled_base(
     directory: Path, dtype: str, device: str, train: Train, run: Path, mesh: DeviceMesh | None = None
-) -> Iterator[PreTrainedModel]:
-    """Have the base once more for the span of a block: whole, or tiered where the policy is.
+) -> Iterator[tuple[PreTrainedModel, LayerSource | None]]:
+    """Have the base once more for the span of a block, whole, or where the policy is; and what holds its weights then.
 
     Args:
         directory, dtype, device, train, run, mesh: as in `place_weights`.
     """
     if train.memory.weights == "resident":
-        yield load_model(directory, dtype, device)
+        yield load_model(directory, dtype, device), None
         return
     cold = (Path(train.memory.directory) if train.memory.directory else run) / "recalled"
     memory = train.memory.model_copy(update={"directory": str(cold), "split": False, "journal": "memory"})
     frozen = train.model_copy(update={"method": "lora", "memory": memory})
     model, residency = place_weights(directory, dtype, device, frozen, cold, mesh)
     try:
-        yield model
+        yield model, residency.source
+    finally:
+        residency.source.shutdown()
+
+
+@contextmanager
+def recalled_int8(
+    directory: Path, dtype: str, device: str, train: Train, run: Path, mesh: DeviceMesh | None = None
+) -> Iterator[tuple[PreTrainedModel, LayerSource]]:
+    """Have the base with 8-bit weights for the span of a block, as a model that can be called; and what holds its weights.
+
+    Args:
+        directory, dtype, device, train, run, mesh: as in `place_weights`.
+    """
+    residency = place_reference(directory, dtype, device, train, run / "recalled", mesh).residency
+    residency.whole_model()
+    try:
+        yield residency.anatomy.model, residency.source
     finally:
         residency.source.shutdown()
 

@@ -4,17 +4,22 @@ pysqlite begins no transaction before a SELECT, so two claimers would take the s
 it has to be raised to a writer. Here every writing transaction begins with BEGIN IMMEDIATE and waits its turn. Readers begin
 deferred and are short, so that the write-ahead log can shrink.
 
+A process that is frozen inside a transaction keeps its lock. Waiters therefore look up once a second (`waiting`), so that the
+watchdog among them can end it, and wait for longer than the watchdog's deadline. A PostgreSQL server ends such a session itself.
+
 A PostgreSQL database can serve many runs: each has a schema of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
@@ -24,8 +29,14 @@ from trainer.errors import ConfigError, StalledError
 
 T = TypeVar("T")
 READ = "tithe_read"
-_BUSY_MILLISECONDS = 30_000
-_LOST = re.compile(r"locked|busy|closed|terminat|connect|server|broken pipe|timeout|consuming input", re.IGNORECASE)
+_BUSY_MILLISECONDS = 1_000  # then a waiter looks up, and waits on
+_PATIENCE_SECONDS = 30.0
+_WAL_WRITE_LOCK = 120  # byte of the -shm file that SQLite's writers lock
+_LOST = re.compile(r"closed|terminat|connect|server|broken pipe|timeout|consuming input", re.IGNORECASE)
+
+_PAUSE_SECONDS = 0.05
+_MET = ("40001", "40P01", "23505", "42P07", "55P03")  # PostgreSQL: transactions met, or a lock did not come in time
+_ENDED = ("25P03", "57P01", "57P02", "57P03", "53300")  # the session was ended, the server starts or has no room
 
 
 def is_postgresql(url: str) -> bool:
@@ -38,15 +49,26 @@ class Database:
     Args:
         url: `sqlite:///<file>` or `postgresql://...`.
         key: of the run; PostgreSQL keeps each run's tables in a schema named after it.
-        deadline_seconds: how long a lost connection or a lock is waited for.
-        lost: told of every attempt that failed.
+        deadline_seconds: how long a lost connection is waited for; a lock is waited for until the watchdog, which has the same
+            deadline, must have ended who holds it.
+        lost: told of every attempt that lost the connection.
+        waiting: told about once a second why a transaction has not happened yet; it may raise.
 
     Raises:
         ConfigError: no such database. StalledError: it cannot be reached within the deadline.
     """
 
-    def __init__(self, url: str, key: str, deadline_seconds: float, lost: Callable[[str], None] | None = None):
-        self.url, self.deadline_seconds, self.lost = url, deadline_seconds, lost or (lambda _: None)
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        deadline_seconds: float,
+        lost: Callable[[str], None] | None = None,
+        waiting: Callable[[str], None] | None = None,
+    ):
+        self.url, self.deadline_seconds = url, deadline_seconds
+        self.lost, self.waiting = lost or (lambda _: None), waiting or (lambda _: None)
+        self.patience_seconds = 2 * deadline_seconds + _PATIENCE_SECONDS  # with a lock
         self.spent_seconds = 0.0  # in transactions, waiting for them included
         self.schema = "tithe_" + hashlib.sha256(key.encode()).hexdigest()[:16]
         self.engine = self._connect_postgresql() if is_postgresql(url) else self._connect_sqlite()
@@ -85,11 +107,10 @@ class Database:
             url = make_url(self.url)
             if url.drivername in ("postgres", "postgresql"):
                 url = url.set(drivername="postgresql+psycopg")
-            engine = create_engine(
-                url,
-                pool_pre_ping=True,
-                connect_args={"options": f"-csearch_path={self.schema}", "connect_timeout": 10},
-            )
+            idle = int(1000 * min(max(self.deadline_seconds / 2, 1.0), 60.0))
+            options = f"-csearch_path={self.schema} -clock_timeout=1s -cidle_in_transaction_session_timeout={idle}"
+            alive = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
+            engine = create_engine(url, pool_pre_ping=True, connect_args={"options": options, "connect_timeout": 10, **alive})
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise ConfigError(
                 "train.pool.url", self.url, f"cannot be used ({error}); expected postgresql://user@host/name"
@@ -113,7 +134,7 @@ class Database:
 
     def _retry(self, sessions: sessionmaker[Session], work: Callable[[Session], T]) -> T:
         began = time.monotonic()
-        pause, end = 0.05, began + self.deadline_seconds
+        pause, limit = _PAUSE_SECONDS, self.deadline_seconds
         while True:
             try:
                 with sessions.begin() as session:
@@ -121,27 +142,55 @@ class Database:
                 self.spent_seconds += time.monotonic() - began
                 return result
             except DBAPIError as error:
-                reason = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
-                if not (error.connection_invalidated or _LOST.search(str(error.orig)) or _is_race(error)):
+                trouble = _trouble(error)
+                if trouble is None:
                     raise
-                if time.monotonic() + pause > end:
+                reason = str(error.orig).strip().partition("\n")[0] or type(error.orig).__name__
+                if trouble == "locked":
+                    reason, pause, limit = reason + self._held_by(), _PAUSE_SECONDS, self.patience_seconds
+                if time.monotonic() - began + pause > limit:
                     raise StalledError(
                         f"the experience pool ({self.where})",
-                        f"could not be written or read for {self.deadline_seconds:.0f} s ({reason})",
+                        f"could not be written or read for {limit:.0f} s ({reason})",
                         "see that the database is up, then run the same command again: nothing that was stored is lost",
                     ) from error
-                self.lost(reason)
-                time.sleep(pause)
-                pause = min(pause * 2, 2.0)
+                if trouble == "lost":
+                    self.lost(reason)
+            self.waiting(reason)
+            time.sleep(pause)
+            pause = min(pause * 2, 2.0)
+
+    def _held_by(self) -> str:
+        """Return who writes into an SQLite file now, as the end of a sentence; nothing where the system does not say it."""
+        if is_postgresql(self.url):
+            return ""
+        try:
+            inode = Path(f"{make_url(self.url).database}-shm").stat().st_ino
+            lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        except FileNotFoundError:
+            return ""
+        for _, kind, _, mode, pid, where, first, last in (line for line in lines if len(line) == 8 and line[7].isdigit()):
+            held = (kind, mode, where.rpartition(":")[2]) == ("POSIX", "WRITE", str(inode))
+            if held and int(first) <= _WAL_WRITE_LOCK <= int(last):
+                return f", held by process {pid}"
+        return ""
 
     def checkpoint(self) -> None:
-        """Put everything on the disk (SQLite: and shrink the write-ahead log)."""
-        if not is_postgresql(self.url):
-            connection = self.engine.raw_connection()
-            try:
-                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            finally:
-                connection.close()
+        """Put everything on the disk (SQLite: and shrink the write-ahead log, unless somebody holds it)."""
+        if is_postgresql(self.url):
+            return
+        connection = self.engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout = 0")
+            busy = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
+        finally:
+            connection.close()
+        log = Path(f"{make_url(self.url).database}-wal")
+        if busy and log.exists():
+            with open(log, "rb") as file:
+                os.fsync(file.fileno())
 
     def remove(self) -> None:
         """Forget the pool: its file, or its schema."""
@@ -158,6 +207,11 @@ class Database:
         self.engine.dispose()
 
 
-def _is_race(error: DBAPIError) -> bool:
-    """Whether two transactions met in a way that one of them should simply begin again (PostgreSQL)."""
-    return getattr(error.orig, "sqlstate", None) in ("40001", "40P01", "23505", "42P07")
+def _trouble(error: DBAPIError) -> Literal["locked", "lost"] | None:
+    """Say why a transaction did not happen, where another attempt may heal it."""
+    if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "locked"
+    state = getattr(error.orig, "sqlstate", None) or ""
+    if state in _MET:
+        return "locked"
+    return "lost" if error.connection_invalidated or state in _ENDED or _LOST.search(str(error.orig)) else None

@@ -22,11 +22,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from sqlalchemy import ColumnElement, delete, func, insert, select, text, update
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from trainer.errors import BusyError
@@ -54,7 +54,9 @@ from trainer.experience.models import (
 )
 from trainer.types import Completion, Group, Prompt, Sample, Verdict
 
+T = TypeVar("T")
 Denial = Literal["full", "lag", "done"]
+_LONG_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Worker:
     pid: int
     doing: str
     version: int
-    age_seconds: float  # since its last sign of life
+    age_seconds: float  # since its last sign of life ...
+    beat_at: float  # ... which was then, by the pool's clock
     facts: dict[str, Any]
 
 
@@ -148,7 +151,11 @@ class Pool:
             return {row.key: row.value for row in session.scalars(select(MetaRow))}
 
         try:
-            found = database.write(make)
+            try:  # a pool that is there is opened without its lock
+                found = database.read(lambda session: {row.key: row.value for row in session.scalars(select(MetaRow))})
+            except (OperationalError, ProgrammingError):
+                found = {}
+            found = found or database.write(make)
         except DatabaseError as error:
             database.close()
             raise BusyError(f"{database.where} cannot be used as a pool ({error.orig}); name another file or database") from error
@@ -190,7 +197,7 @@ class Pool:
             session.flush()
             return Orders(tuple(_order(row) for row in rows), None if rows else denial)
 
-        return self.database.write(take)
+        return self._write(take)
 
     def _returned(self, session: Session, num_groups: int, fresh: bool) -> list[GroupRow]:
         """Return groups that came back from a dead sampler."""
@@ -261,7 +268,7 @@ class Pool:
                 session.execute(insert(SampleRow), values)
             return late
 
-        return self.database.write(put)
+        return self._write(put)
 
     def renew(self) -> None:
         """Put off the end of this worker's leases."""
@@ -271,7 +278,7 @@ class Pool:
             held = (GroupRow.owner == self.worker) & GroupRow.state.in_((SAMPLING, LEARNING))
             session.execute(update(GroupRow).where(held).values(lease_until=until))
 
-        self.database.write(put_off)
+        self._write(put_off)
 
     # -- learner --------------------------------------------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class Pool:
                 row.state, row.owner, row.token, row.lease_until = LEARNING, self.worker, token, now + self.lease_seconds
             return tuple(row.id for row in rows)
 
-        ids = self.database.write(take)
+        ids = self._write(take)
         return None if ids is None else Claim(token, ids, self.groups(ids))
 
     def _drop_stale(self, session: Session, min_version: int, now: float) -> None:
@@ -331,12 +338,12 @@ class Pool:
             self._set_learner_version(session, version_after)
             return True
 
-        if not self.database.write(write):
+        if not self._write(write):
             raise BusyError(f"{self.database.where}: another learner took the samples of step {step}; only one learner per pool")
 
     def set_learner_version(self, version: int) -> None:
         """Say where the learner is: decides which orders are still in time."""
-        self.database.write(lambda session: self._set_learner_version(session, version))
+        self._write(lambda session: self._set_learner_version(session, version))
 
     @staticmethod
     def _set_learner_version(session: Session, version: int) -> None:
@@ -374,7 +381,7 @@ class Pool:
 
     def sweep(self) -> None:
         """Bring back what was claimed by somebody whose lease has ended."""
-        self.database.write(lambda session: self._sweep(session, None))
+        self._write(lambda session: self._sweep(session, None))
 
     def _sweep(self, session: Session, max_attempts: int | None) -> float:
         now = self._now(session)
@@ -389,7 +396,7 @@ class Pool:
             held = (GroupRow.owner == worker) & GroupRow.state.in_((SAMPLING, LEARNING))
             return self._bring_back(session, held, None, self._now(session))
 
-        return self.database.write(bring)
+        return self._write(bring)
 
     def release_learner(self) -> int:
         """Bring back what any earlier learner held: there is one learner, and it is this process."""
@@ -397,7 +404,7 @@ class Pool:
         def bring(session: Session) -> int:
             return self._bring_back(session, GroupRow.state == LEARNING, None, self._now(session))
 
-        return self.database.write(bring)
+        return self._write(bring)
 
     def _bring_back(self, session: Session, which: ColumnElement[bool], max_attempts: int | None, now: float) -> int:
         rows = session.scalars(select(GroupRow).where(which).with_for_update(skip_locked=True)).all()
@@ -426,7 +433,7 @@ class Pool:
                 session.add(row)
             row.doing, row.version, row.beat_at, row.facts = doing, version, now, facts
 
-        self.database.write(write)
+        self._write(write)
 
     def workers(self) -> list[Worker]:
         """Return everybody who ever gave a sign of life and was not forgotten."""
@@ -434,12 +441,12 @@ class Pool:
         def read(session: Session) -> list[Worker]:
             now = self._now(session)
             rows = session.scalars(select(WorkerRow).order_by(WorkerRow.id))
-            return [Worker(r.id, r.kind, r.host, r.pid, r.doing, r.version, now - r.beat_at, r.facts) for r in rows]
+            return [Worker(r.id, r.kind, r.host, r.pid, r.doing, r.version, now - r.beat_at, r.beat_at, r.facts) for r in rows]
 
         return self.database.read(read)
 
     def forget_worker(self, worker: str) -> None:
-        self.database.write(lambda session: session.execute(delete(WorkerRow).where(WorkerRow.id == worker)) and None)
+        self._write(lambda session: session.execute(delete(WorkerRow).where(WorkerRow.id == worker)) and None)
 
     def record_version(self, version: int, step: int, weights_sha256: str) -> bool:
         """Write down what a policy version is; return whether it is what it was before, if it was there before."""
@@ -454,7 +461,7 @@ class Pool:
             session.add(VersionRow(**values, published_at=self._now(session)))
             return True
 
-        return self.database.write(write)
+        return self._write(write)
 
     def versions(self) -> dict[int, str]:
         """Return the hash of the weights of every recorded version."""
@@ -474,7 +481,7 @@ class Pool:
 
     def set_fact(self, key: str, value: str) -> None:
         """Remember a small fact about the run beside its samples."""
-        self.database.write(lambda session: session.merge(MetaRow(key=key, value=value)) and None)
+        self._write(lambda session: session.merge(MetaRow(key=key, value=value)) and None)
 
     def fact(self, key: str) -> str | None:
         row = self.database.read(lambda session: session.get(MetaRow, key))
@@ -482,6 +489,20 @@ class Pool:
 
     def close(self) -> None:
         self.database.close()
+
+    def _write(self, work: Callable[[Session], T]) -> T:
+        """Run work in one writing transaction. While nobody could write, nobody could renew: leases are longer by that time."""
+        began = time.monotonic()
+
+        def timed(session: Session) -> T:
+            session.connection()
+            waited = time.monotonic() - began
+            if waited > _LONG_WAIT_SECONDS:
+                held = GroupRow.state.in_((SAMPLING, LEARNING)) & (GroupRow.lease_until >= self._now(session) - waited)
+                session.execute(update(GroupRow).where(held).values(lease_until=GroupRow.lease_until + waited))
+            return work(session)
+
+        return self.database.write(timed)
 
     # -- small things ---------------------------------------------------------------------------------------------------
 

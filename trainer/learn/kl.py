@@ -29,7 +29,7 @@ Direction = Literal["policy_to_reference", "reference_to_policy"]
 MAX_LOG_RATIO = 20.0
 MAX_VALUE = 10.0
 _SMALLEST_TAIL = -30.0  # log mass; a cached tail below it is rounding
-_NOT_QUITE_ALL = -1e-7  # log of the largest top-K mass that float32 tells from 1
+MAX_LOG_MASS = -1e-7  # log of the largest top-K mass that float32 tells from 1
 
 
 def kl_value(logprobs_T: torch.Tensor, reference_T: torch.Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> torch.Tensor:
@@ -100,7 +100,7 @@ def anchored_kl(
     forward = direction == "reference_to_policy"
     apart_TK = logprobs_TK - anchor_TK
     top_T = (anchor_TK.exp() * -apart_TK if forward else logprobs_TK.exp() * apart_TK).sum(-1)
-    log_mass_T = torch.logsumexp(logprobs_TK, -1).clamp(max=_NOT_QUITE_ALL)
+    log_mass_T = torch.logsumexp(logprobs_TK, -1).clamp(max=MAX_LOG_MASS)
     log_tail_T = log1mexp(log_mass_T)
     has_tail_T = anchor_tail_T > -torch.inf
     cached_tail_T = torch.where(has_tail_T, anchor_tail_T, 0.0).clamp(min=_SMALLEST_TAIL)

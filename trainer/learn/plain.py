@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class PlainEngine:
 
     def __init__(self, policy: Policy, train: Train):
         self.device = policy.device
+        self.between: Callable[[], object] = lambda: None  # called after each micro-batch of an optimizer step
         self.scorer = TokenScorer(policy.model, train.sampling.temperature)
         self.optimizer = PolicyOptimizer(policy.trainable, train.optimizer)
         self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
@@ -58,6 +59,7 @@ class PlainEngine:
             part = term.loss(self._score(term.work))
             part.backward()
             loss += part.detach()
+            self.between()
         return loss
 
     def step(self, terms: Sequence[Term], rate: float, number: int) -> Outcome:

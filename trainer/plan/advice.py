@@ -434,7 +434,7 @@ def _thinned(plan: Plan, way: list[Change]) -> list[Change]:
         without = _apply_all(plan, rest)
         if without is not None and without.verdict.fits:
             way = rest
-    ordered = sorted(way, key=lambda c: c.price)
+    ordered = sorted(way, key=lambda c: (c.price, c.name))  # the same change several times stands together
     result = _apply_all(plan, ordered)
     return ordered if result is not None and result.verdict.fits else way
 

@@ -256,6 +256,16 @@ def _tier_flows(flows: _Flows) -> None:
                 prefetched,
                 visits,
             )
+        if request.choices.sample.engine == "embedded" and not request.choices.sample.processes:
+            steps = flows.work.decode_steps
+            flows.add(
+                "layers loaded while sampling",
+                link,
+                "sample",
+                steps * size,
+                f"{steps:,.0f} tokens x P x {sizes.weight_bytes:g} B",
+                prefetched,
+            )
     if request.choices.reference.kind == "int8_streamed":
         experts, spread = card.role("experts"), train.expert_parallel
         size = (card.parameters - experts + experts / spread) * BYTES[request.choices.reference.dtype or "int8"]

@@ -98,7 +98,7 @@ def _state(plan: Plan) -> list[str]:
     own = total - (state.get("weights", 0.0) if train.method == "lora" else 0.0)
     alone = ceil(own / plan.request.hardware.device.memory_bytes - 1e-6)
     said = f"model state: {own / trained:.3g} B a parameter that trains, {size(own)} ({parts})"
-    if train.method == "full":
+    if train.method == "full" and alone > 1:
         said += f"; it alone fills {alone:,.0f} devices of {size(plan.request.hardware.device.memory_bytes)}"
     return [said]
 

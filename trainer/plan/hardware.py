@@ -132,16 +132,19 @@ def load_hardware(source: str | Path | Mapping[str, Any]) -> Hardware:
 def _from_tree(tree: dict[str, Any]) -> Hardware:
     """Lay a hardware tree over its library device and host."""
     devices, hosts = library()
-    given = tree.get("device")
-    base = tree.pop("like", None) if not isinstance(given, str) else given
-    if base is not None and base not in devices:
+    given = tree.pop("device", None)
+    own = dict(given) if isinstance(given, Mapping) else {}
+    base = own.pop("like", tree.pop("like", None)) if given is None or isinstance(given, Mapping) else given
+    if base is not None and (not isinstance(base, str) or base not in devices):
         raise ConfigError("hardware.device", base, "unknown device; " + nearest(str(base), devices))
-    tree.pop("device", None)
     merged = dict(devices[base]) if base is not None else {}
     host_name = merged.pop("host", None)
-    own = dict(given) if isinstance(given, Mapping) else {}
     flat = {key: tree.pop(key) for key in list(tree) if key in Device.model_fields and key != "name"}
     device = {"name": base or str(tree.get("name", "device")), **merged, **flat, **own}
+    missing = [name for name, field in Device.model_fields.items() if field.is_required() and name not in device]
+    if missing:
+        known = f"or begin with a device of the library (like: {device_names()[0]})"
+        raise ConfigError("hardware.device", given, f"lacks {', '.join(missing)}; give them, {known}")
     host: Any = tree.pop("host", host_name)
     if isinstance(host, str):
         if host not in hosts:
@@ -149,18 +152,21 @@ def _from_tree(tree: dict[str, Any]) -> Hardware:
         host = hosts[host]
     elif isinstance(host, Mapping) and host_name is not None:
         host = lay_over(hosts[host_name], dict(host))
+    elif not isinstance(host, Mapping):
+        raise ConfigError("hardware.host", host, f"must be a known host ({', '.join(hosts)}) or a mapping of what it has")
     whole = {"name": base or device["name"], **tree, "device": device, "host": host}
     if device.get("kind") == "cpu":
         whole.setdefault("context_bytes", 0.0)
         whole.setdefault("reserve", 0.05)
-    return validate_as(Hardware, _floats(whole), "hardware")
+    return validate_as(Hardware, _counts(whole), "hardware")
 
 
-def _floats(tree: Any) -> Any:
-    """YAML writes 80e9 as a float or an int; counts stay whole."""
-    if isinstance(tree, Mapping):
-        return {
-            key: (int(value) if key in ("devices", "cores") and value is not None else _floats(value))
-            for key, value in tree.items()
-        }
-    return tree
+def _counts(tree: Any) -> Any:
+    """Return a tree with counts that YAML wrote as floats (8e0) whole."""
+    if not isinstance(tree, Mapping):
+        return tree
+    found = {key: _counts(value) for key, value in tree.items()}
+    for key in ("devices", "cores"):
+        if isinstance(found.get(key), float) and found[key].is_integer():
+            found[key] = int(found[key])
+    return found

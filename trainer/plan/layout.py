@@ -39,6 +39,8 @@ def card_by_arithmetic(tree: Mapping[str, Any], name: str) -> ModelCard | None:
     if kind == "mistral" and "sliding_window" not in tree:
         return None
     hidden, width, layers, heads, kv_heads, vocab = (tree[key] for key in _SIZES)
+    if hidden % heads and not tree.get("head_dim"):
+        return None
     head_dim = tree.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
     query, kv = heads * head_dim, kv_heads * head_dim
     biases = query + 2 * kv if kind == "qwen2" else 0

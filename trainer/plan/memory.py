@@ -28,6 +28,8 @@ COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in it
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
 ENGINE_WORKSPACE = 1.0e9  # an engine's activations and captured graphs
 EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
+CONTEXT = "driver and libraries"
+SAMPLERS = "samplers' "  # begins the terms of processes beside the one that trains
 CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
 LAYERWISE_CHUNK_ELEMENTS = 2**22  # the same, layer by layer
 
@@ -62,6 +64,10 @@ class MemoryLedger:
         """Return a phase's terms in a place, largest first; nothing and zero are left out."""
         held = [term for term in self.terms if term.place == place and phase in term.phases and term.bytes > 0]
         return sorted(held, key=lambda term: -term.bytes)
+
+    def of_trainer(self) -> MemoryLedger:
+        """Return the ledger without what samplers in processes of their own hold: what the train stage measures of itself."""
+        return MemoryLedger(tuple(term for term in self.terms if not term.name.startswith(SAMPLERS)))
 
     def find(self, place: str, name: str) -> float:
         """Return the bytes of the terms of a name in a place."""
@@ -117,8 +123,8 @@ def sizes_of(request: PlanRequest) -> Sizes:
         shards=choices.devices if train.residency in ("sharded", "zero3") else 1,
         state_bytes=state,
         rank_tokens=rank_tokens,
-        micro_tokens=min(micro, max(rank_tokens, batch.prompt_tokens + batch.completion_tokens)),
-        num_micro=max(1.0, rank_tokens / micro),
+        micro_tokens=min(micro, max(rank_tokens / batch.minibatches, batch.prompt_tokens + batch.completion_tokens)),
+        num_micro=max(float(batch.minibatches), rank_tokens / micro),
         sample_devices=sample_devices,
         engine_spread=_engine_spread(request, engine, sample_devices),
         kv_bits=sample.kv_bits or 8 * activation,
@@ -171,7 +177,7 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
     _disk(bill, request, sizes)
     factor = request.hardware.efficiency.memory
     if factor != 1.0:
-        fixed = ("worker process", "driver and libraries")
+        fixed = ("worker process", CONTEXT)
         bill.terms = [
             t
             if t.place == "disk" or t.name in fixed
@@ -190,9 +196,7 @@ def _fixed(bill: Bill, request: PlanRequest) -> None:
         bill.add("device", "worker process", hardware.process_bytes, "Python, torch and transformers before any model")
     else:
         per_host = min(hardware.host.devices, choices.devices)
-        bill.add(
-            "device", "driver and libraries", hardware.context_bytes, "context, kernels and collective buffers of one device"
-        )
+        bill.add("device", CONTEXT, hardware.context_bytes, "context, kernels and collective buffers of one device")
         bill.add(
             "host",
             "worker processes",
@@ -200,9 +204,7 @@ def _fixed(bill: Bill, request: PlanRequest) -> None:
             f"{per_host} workers x {hardware.process_bytes / 1e9:.1f} GB",
         )
         if bill.has_pool:
-            bill.add(
-                "sampler", "driver and libraries", hardware.context_bytes, "context, kernels and collective buffers of one device"
-            )
+            bill.add("sampler", CONTEXT, hardware.context_bytes, "context, kernels and collective buffers of one device")
 
 
 def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
@@ -230,7 +232,8 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
                     ("train",),
                 )
         else:
-            bill.add("host", "read-ahead slots", 3 * unit, "3 host slots x largest layer")
+            if not bill.on_cpu:  # there, the slots that compute are the only ones
+                bill.add("host", "read-ahead slots", 3 * unit, "3 host slots x largest layer")
             copies = 2 if train.method == "full" else 1
             bill.add(
                 "disk",
@@ -518,13 +521,13 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         copies = f"{sample.processes} samplers x "
         bill.add(
             "sampler",
-            "samplers' weights",
+            f"{SAMPLERS}weights",
             sample.processes * card.parameters * sizes.weight_bytes,
             f"{copies}P x {sizes.weight_bytes:g} B",
         )
         bill.add(
             "host",
-            "samplers' processes",
+            f"{SAMPLERS}processes",
             sample.processes * request.hardware.process_bytes,
             f"{copies}Python, torch and transformers",
         )
@@ -534,7 +537,8 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     per_token = card.kv_bytes_per_token(sizes.kv_bits)
     formula = f"{sequences:,.0f} sequences x {length:,} tokens x {per_token:,.0f} B, {kind}" + _over(spread)
     kv = kv_pool_bytes(request, sizes) * beside
-    bill.add("sampler", "KV cache", kv, formula, kv_phases)
+    whose = SAMPLERS if sample.processes else ""
+    bill.add("sampler", f"{whose}KV cache", kv, formula, kv_phases)
     if sample.kv_host_share:
         bill.add(
             "host",
@@ -549,13 +553,17 @@ def _sampling(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         widest = max(backward_per_token(block, h, b) for block in card.blocks)
         bill.add(
             "device",
-            "prefill activations",
+            f"{whose}prefill activations",
             prefill * (2 * h * b + widest),
             f"{prefill:,.0f} tokens of one layer",
             ("sample", "evaluate"),
         )
         bill.add(
-            "device", "distributions of one token", sequences * card.vocab_size * 12, "sequences x V x 3 x 4 B", while_sampling
+            "device",
+            f"{whose}distributions of one token",
+            sequences * card.vocab_size * 12,
+            "sequences x V x 3 x 4 B",
+            while_sampling,
         )
         if choices.train.residency in ("sharded", "zero3"):
             unit = card.gathered_unit(choices.train.expert_parallel) * sizes.weight_bytes
@@ -597,6 +605,25 @@ def _handover(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("sync", "merge"))
     elif train.method == "lora":
         bill.add("host", "merge workspace", 3 * shard, "one file shard as stored, in float32 and rounded", ("merge",))
+    if train.layer_major and train.residency == "resident":
+        copied = card.parameters * sizes.weight_bytes
+        bill.add(
+            "device",
+            "weights as loaded",
+            copied,
+            f"P x {sizes.weight_bytes:g} B, until all are in their layers' buffers",
+            ("load",),
+        )
+    streamed = train.residency == "tiered" or (train.layer_major and request.hardware.is_cpu and sizes.weight_bytes < 4)
+    if streamed and train.method == "full":
+        written = 2 * card.parameters * sizes.weight_bytes
+        bill.add(
+            "host",
+            "whole policy while it is written",
+            written,
+            f"2 x P x {sizes.weight_bytes:g} B: gathered, then as files",
+            ("sync",),
+        )
     if not request.hardware.is_cpu:  # there, loaded weights are the file's own pages
         bill.add("host", "file pages while loading", min(5.0e9, card.parameters * 2.0) * 2, "two file shards, staged", ("load",))
 

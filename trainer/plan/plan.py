@@ -6,12 +6,12 @@ plan.verdict                        fits or not, by how much, where and in which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from trainer.plan.bandwidth import BandwidthLedger, bandwidth_ledger
-from trainer.plan.memory import PLACES, MemoryLedger, Sizes, memory_ledger, sizes_of
+from trainer.plan.memory import PHASES, PLACES, MemoryLedger, Sizes, Term, memory_ledger, sizes_of
 from trainer.plan.request import PlanRequest, as_tree
 from trainer.plan.schedule import ScheduleLedger, schedule_ledger
 from trainer.plan.work import Work, work_of
@@ -117,6 +117,32 @@ def capacity(request: PlanRequest, place: str) -> float | None:
     if place == "host":
         return None if hardware.is_cpu else hardware.host.memory_bytes * (1 - hardware.reserve)
     return hardware.host.disk_bytes
+
+
+# What a run holds whatever its lengths, kernels and allocator: nothing of it is an estimate. An engine may run elsewhere.
+FLOOR_TERMS = (
+    "weights",
+    "lower halves of weights",
+    "resident layers",
+    "cold weights",
+    "adapter",
+    "gradients",
+    "float32 master",
+    "first moments",
+    "second moments",
+    "reference model",
+    "samplers' weights",
+)
+
+
+def floor(request: PlanRequest, place: str) -> tuple[float, list[Term]]:
+    """Return the bytes below which a place cannot stay in its fullest phase, and the terms that they are, largest first."""
+    hardware = request.hardware
+    plain = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update={"memory": 1.0})})
+    ledger = memory_ledger(replace(request, hardware=plain))
+    found = [[term for term in ledger.at(place, phase) if term.name in FLOOR_TERMS] for phase in PHASES]
+    terms = max(found, key=lambda terms: sum(term.bytes for term in terms))
+    return sum(term.bytes for term in terms), terms
 
 
 def _room(plan: Plan, place: str) -> Room | None:

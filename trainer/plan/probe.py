@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from typing import Any
 import psutil
 
 from trainer.config.load import validate_as
+from trainer.errors import ConfigError
 from trainer.files import read_json, write_json
 from trainer.plan.hardware import Hardware, library
 
 PROBE = "hardware.json"
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+ROUND_FIGURES = "speeds are round figures; `tithe plan` probes this machine"
 
 
 def best_rate(amount: float, work: Callable[[], object], tries: int = 4, seconds: float = 0.6) -> float:
@@ -38,24 +39,64 @@ def best_rate(amount: float, work: Callable[[], object], tries: int = 4, seconds
     return best
 
 
-def _number(paths: tuple[str, ...]) -> float | None:
-    for path in paths:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
+def memory_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[float, float]]:
+    """Return (limit, in use) in bytes of every control group above this process that limits memory.
+
+    File pages that the kernel can drop do not count as used. Both versions of control groups are read.
+
+    Args:
+        root: where the groups are mounted.
+        own: the file that says which groups this process is in.
+    """
+    found = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        first = controllers == ""
+        if not first and "memory" not in controllers.split(","):
             continue
-        if text.isdigit():
-            return float(text)
-    return None
+        top = root if first else root / "memory"
+        names = ("memory.max", "memory.current") if first else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (_text(folder / name).strip() for name in names)
+            if limit.isdigit():
+                stat = dict(pair.split(" ", 1) for pair in _text(folder / "memory.stat").splitlines() if " " in pair)
+                prefix = "" if first else "total_"
+                pages = sum(float(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+                found.append((float(limit), max(0.0, float(used or 0) - pages)))
+            if folder == top:
+                break
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def free_memory_bytes() -> float:
-    """Return the memory that a new process of this user could fill now: free of the machine and below the cgroup's limit."""
-    free = float(psutil.virtual_memory().available)
-    limit, used = _number(_CGROUP_LIMITS), _number(_CGROUP_USES)
-    if limit is not None and used is not None and limit < psutil.virtual_memory().total:
-        free = min(free, limit - used)
-    return max(free, 1.0)
+    """Return the memory that a new process of this user could fill now: free of the machine and below every group's limit."""
+    return max(1.0, min([float(psutil.virtual_memory().available), *(limit - used for limit, used in memory_groups())]))
+
+
+def memory_limit_bytes() -> float:
+    """Return the memory that no process here can exceed, whoever else ends: the machine's or a group's limit, and swap."""
+    whole = min([float(psutil.virtual_memory().total), *(limit for limit, _ in memory_groups())])
+    return whole + float(psutil.swap_memory().total)
+
+
+def gpu_without_torch() -> tuple[str, float] | None:
+    """Return (name, memory in bytes) of the smallest GPU here; None where nothing says it."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = [line.partition(",") for line in asked.stdout.splitlines()]
+    found = [(name.strip(), float(size) * 2**20) for size, _, name in lines if size.strip().isdigit()]
+    return min(found, key=lambda pair: pair[1], default=None)
 
 
 def disk_rate(directory: Path, size: int = 64 * 2**20) -> float:
@@ -117,7 +158,6 @@ def _gpu() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    known = _library_device(properties.name, float(properties.total_memory))
     size = 8192
     left = torch.rand(size, size, device="cuda", dtype=torch.bfloat16)
 
@@ -138,14 +178,16 @@ def _gpu() -> dict[str, Any] | None:
     copy()
     free, _ = torch.cuda.mem_get_info()
     measured = {"host_link_bytes_per_second": best_rate(2**28, copy), "memory_bytes": float(free)}
-    fallback = {
-        "training_flops": 0.5 * matrix,
-        "hbm_bytes_per_second": 1.0e12,
-        "link_bytes_per_second": 25.0e9,
-        "network_bytes_per_second": 1.25e9,
-    }
+    return _described(properties.name, float(properties.total_memory), measured, 0.5 * matrix)
+
+
+def _described(name: str, total_bytes: float, measured: dict[str, float], training_flops: float) -> dict[str, Any]:
+    """Return a GPU as a tree: what is measured, what the library knows of one of this name, and round figures for the rest."""
+    known = _library_device(name, total_bytes)
     known.pop("host", None)
-    return {"kind": "cuda", **fallback, **known, **measured, "name": properties.name}
+    rates = {"hbm": 1.0e12, "link": 25.0e9, "host_link": 20.0e9, "network": 1.25e9}
+    fallback: dict[str, Any] = {f"{key}_bytes_per_second": rate for key, rate in rates.items()}
+    return {"kind": "cuda", "training_flops": training_flops, **fallback, **known, **measured, "name": name}
 
 
 def _library_device(name: str, memory_bytes: float) -> dict[str, Any]:
@@ -160,37 +202,54 @@ def _library_device(name: str, memory_bytes: float) -> dict[str, Any]:
     return dict(next(iter(fits.values()))) if fits else {}
 
 
-def quick_local(state: Path) -> Hardware:
+def quick_local(state: Path, on_cpu: bool = True) -> Hardware | None:
     """Return this machine without measuring anything but its free memory: speeds are those of the last probe.
 
     Args:
         state: folder where `probe_local` left them; without any, round figures stand in, and the notes say so.
+        on_cpu: whether the cores compute, or a GPU.
+
+    Returns:
+        The description; None for a GPU that nothing describes.
     """
     free, cores = free_memory_bytes(), len(os.sched_getaffinity(0))
-    disk = float(max(psutil.disk_usage(str(state.parent)).free, 1))
-    path = state / PROBE
-    if path.exists():
-        known = validate_as(Hardware, read_json(path), "hardware")
-        if known.host.cores == cores:
-            host = known.host.model_copy(update={"memory_bytes": free, "disk_bytes": disk})
-            device = known.device.model_copy(update={"memory_bytes": free}) if known.is_cpu else known.device
-            return known.model_copy(update={"host": host, "device": device})
-    flops = 30e9 * cores
-    device_tree = {"name": f"cpu-{cores}", "kind": "cpu", "memory_bytes": free, "training_flops": flops, "launch_seconds": 2e-6}
-    rates = dict.fromkeys(("hbm", "link", "network"), 5e9) | {"host_link": 1e9}
-    device_tree |= {f"{name}_bytes_per_second": rate for name, rate in rates.items()}
+    folder = next((place for place in (state, *state.parents) if place.is_dir()), Path("/"))
+    disk = float(max(psutil.disk_usage(str(folder)).free, 1))
+    known = _last_probe(state / PROBE)
+    if known is not None and known.host.cores == cores and known.is_cpu == on_cpu:
+        host = known.host.model_copy(update={"memory_bytes": free, "disk_bytes": disk})
+        device = known.device.model_copy(update={"memory_bytes": free}) if on_cpu else known.device
+        return known.model_copy(update={"host": host, "device": device})
     host_tree = {"devices": 1, "memory_bytes": free, "disk_bytes": disk, "disk_bytes_per_second": 1e9, "cores": cores}
-    notes = ["speeds are round figures; `tithe plan` probes this machine"]
-    tree = {"name": "local", "device": device_tree, "host": host_tree, "context_bytes": 0.0, "reserve": 0.05, "notes": notes}
+    tree: dict[str, Any] = {"name": "local", "host": host_tree, "notes": [ROUND_FIGURES]}
+    if on_cpu:
+        rates = dict.fromkeys(("hbm", "link", "network"), 5e9) | {"host_link": 1e9}
+        speeds = {f"{name}_bytes_per_second": rate for name, rate in rates.items()} | {"training_flops": 30e9 * cores}
+        named = {"name": f"cpu-{cores}", "kind": "cpu", "memory_bytes": free, "launch_seconds": 2e-6}
+        tree |= {"device": named | speeds, "context_bytes": 0.0, "reserve": 0.05}
+    else:
+        seen = gpu_without_torch()
+        if seen is None:
+            return None
+        tree["device"] = _described(*seen, {"memory_bytes": seen[1]}, 100e12)
     return validate_as(Hardware, tree, "hardware")
 
 
-def probe_local(directory: Path | None = None, state: Path | None = None) -> Hardware:
+def _last_probe(path: Path) -> Hardware | None:
+    """Return what an earlier probe left; None where there is none, or one of another version."""
+    try:
+        return validate_as(Hardware, read_json(path), "hardware")
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def probe_local(directory: Path | None = None, state: Path | None = None, on_cpu: bool = False) -> Hardware:
     """Return this machine's description.
 
     Args:
         directory: where the disk is measured; None takes the working directory.
         state: folder to keep the result in, for `quick_local`.
+        on_cpu: leave a GPU out, which the campaign will not use.
     """
     directory = directory or Path.cwd()
     disk = disk_rate(directory)
@@ -198,7 +257,7 @@ def probe_local(directory: Path | None = None, state: Path | None = None) -> Har
     free = free_memory_bytes()
     cores = len(os.sched_getaffinity(0))
     total_disk = psutil.disk_usage(str(directory))
-    gpu = _gpu()
+    gpu = None if on_cpu else _gpu()
     host = {"memory_bytes": free, "disk_bytes": float(max(total_disk.free, 1)), "disk_bytes_per_second": disk, "cores": cores}
     notes = [f"{cores} cores, {free / 1e9:.1f} GB of memory free now of {psutil.virtual_memory().total / 1e9:.1f} GB"]
     if gpu is not None:

@@ -397,44 +397,56 @@ def card_of_base(config: CampaignConfig) -> ModelCard:
     Raises:
         ConfigError: the base is a hub name, whose config is not on this machine.
     """
-    from trainer.plan.skeleton import library as known_models
     from trainer.plan.skeleton import load_card
+
+    return load_card(base_model(config))
+
+
+def base_model(config: CampaignConfig) -> str | dict[str, Any]:
+    """Return what `load_card` takes for a campaign's base model.
+
+    Raises:
+        ConfigError: the base is a hub name, whose config is not on this machine.
+    """
+    from trainer.plan.skeleton import library as known_models
 
     base = config.base
     if base.kind == "scratch":
         scratch = base.scratch
-        return load_card(
-            {
-                "name": "scratch",
-                "model_type": "llama",
-                "hidden_size": scratch.hidden_size,
-                "intermediate_size": scratch.intermediate_size,
-                "num_hidden_layers": scratch.num_layers,
-                "num_attention_heads": scratch.num_heads,
-                "num_key_value_heads": scratch.num_heads,
-                "vocab_size": len(scratch.alphabet) + 3,
-                "tie_word_embeddings": False,
-            }
-        )
+        return {
+            "name": "scratch",
+            "model_type": "llama",
+            "hidden_size": scratch.hidden_size,
+            "intermediate_size": scratch.intermediate_size,
+            "num_hidden_layers": scratch.num_layers,
+            "num_attention_heads": scratch.num_heads,
+            "num_key_value_heads": scratch.num_heads,
+            "vocab_size": len(scratch.alphabet) + 3,
+            "tie_word_embeddings": False,
+        }
     if base.kind == "hf" and Path(base.locator).is_dir():
-        return load_card(base.locator)
-    short = (
-        base.locator.rpartition(":")[2]
-        .rpartition("/")[2]
-        .lower()
-        .removesuffix("-instruct")
-        .replace("_", "-")
-        .removeprefix("llm-")
-    )
+        return base.locator
+    short = base.locator.rpartition(":")[2].rpartition("/")[2].lower()
+    short = short.removesuffix("-instruct").replace("_", "-").removeprefix("llm-")
     for name in known_models():
         if name == short or name.startswith(short + "-"):
-            return load_card(name)
+            return name
     raise ConfigError(
         "base.source",
         base.source,
         f"its config.json is not on this machine, so it cannot be planned; {nearest(short, known_models())} "
         "Give the model: tithe plan --model DIRECTORY, or a known name",
     )
+
+
+def needs_torch(config: CampaignConfig) -> bool:
+    """Whether a campaign's plan needs a skeleton, and so torch and transformers, which take seconds to import."""
+    from trainer.plan.skeleton import is_quick, on_stacked_experts
+
+    source = base_model(config)
+    if not is_quick(source):
+        return True
+    return config.train.method == "lora" and on_stacked_experts(card_of_base(config), tuple(config.train.lora.target_modules))
 
 
 def as_tree(model: BaseModel) -> dict[str, Any]:

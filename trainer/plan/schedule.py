@@ -51,23 +51,28 @@ def schedule_ledger(request: PlanRequest, sizes: Sizes, work: Work, bandwidth: B
     train, train_binds = bandwidth.phase_seconds("train", work.train_seconds)
     score, score_binds = bandwidth.phase_seconds("score", work.score_seconds)
     sync, _ = bandwidth.phase_seconds("sync", 0.0)
-    sample = work.prefill_seconds + work.decode_seconds
+    decode, sample_binds = bandwidth.phase_seconds("sample", work.decode_seconds)
+    sample = work.prefill_seconds + decode
     learn = train + (0.0 if work.score_on_sampler else score)
     produce = sample + (score if work.score_on_sampler else 0.0)
     fixed = hardware.efficiency.fixed_seconds
     learn_binds = train_binds if train >= score else score_binds
     if kind == "sync":
         step = produce + learn + sync + fixed
-        pace = max((produce, "sampling"), (learn, f"training ({learn_binds})"), (sync, "the hand-over"))[1]
+        pace = max((produce, _sampling(sample_binds)), (learn, f"training ({learn_binds})"), (sync, "the hand-over"))[1]
     elif kind == "colocated":
         slowed = produce / hardware.efficiency.colocated_sampling
         # Decoding waits for memory most of the time; its arithmetic is what it takes from training.
         learn += work.sample_flops / hardware.device.training_flops
         step = max(learn, slowed) + sync + fixed
-        pace = f"training ({learn_binds})" if learn >= slowed else "sampling, slowed by training on the same devices"
+        pace = (
+            f"training ({learn_binds})"
+            if learn >= slowed
+            else f"{_sampling(sample_binds)}, slowed by training on the same devices"
+        )
     else:
         step = max(learn, produce) + sync + fixed
-        pace = f"training ({learn_binds})" if learn >= produce else "sampling"
+        pace = f"training ({learn_binds})" if learn >= produce else _sampling(sample_binds)
     devices = choices.devices + choices.sample.devices
     flops = (work.train_flops + (0 if work.score_on_sampler else work.score_flops)) * choices.devices
     flops += work.sample_flops * sizes.sample_devices + (work.score_flops * sizes.sample_devices if work.score_on_sampler else 0)
@@ -96,6 +101,10 @@ def schedule_ledger(request: PlanRequest, sizes: Sizes, work: Work, bandwidth: B
         energy_kwh=None if watts is None else watts * hours / 1000,
         micro_step_seconds=train / max(sizes.num_micro * batch.passes, 1.0),
     )
+
+
+def _sampling(binds: str) -> str:
+    return "sampling" if binds in ("compute", "device memory") else f"sampling ({binds})"
 
 
 def expected_lag(request: PlanRequest, produce_seconds: float, step_seconds: float) -> tuple[float, float]:

@@ -120,12 +120,12 @@ def _fast(found: Found, tokens_per_second: float) -> bool:
 
 def _fits_at(
     request: PlanRequest, devices: int, options: tuple[Change, ...], sampling: int = 0
-) -> tuple[Plan, tuple[str, ...]] | None:
+) -> tuple[Plan, dict[str, str]] | None:
     plan = make_plan(_with_devices(request, devices, sampling))
     way, fits = way_to_fit(plan, options, max_changes=10)
     if not fits:
         return None
-    return (way[-1].after if way else plan), tuple(step.change.says(step.after.request) for step in way)
+    return (way[-1].after if way else plan), {step.change.name: step.change.says(step.after.request) for step in way}
 
 
 def _fits_part(request: PlanRequest, count: int, options: tuple[Change, ...], place: str) -> bool:
@@ -142,16 +142,16 @@ def _room_fits(plan: Plan, place: str) -> bool:
     return all(room.fits for room in plan.verdict.rooms if room.place == place)
 
 
-def _finished(request: PlanRequest, fitting: tuple[Plan, tuple[str, ...]] | None, tune: bool) -> Found:
+def _finished(request: PlanRequest, fitting: tuple[Plan, dict[str, str]] | None, tune: bool) -> Found:
     if fitting is None:
         return Found(request.name, None, ())
     plan, said = fitting
     if tune:
         plan, said = _tuned(plan, said)
-    return Found(request.name, plan, said)
+    return Found(request.name, plan, tuple(said.values()))
 
 
-def _tuned(plan: Plan, said: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+def _tuned(plan: Plan, said: dict[str, str]) -> tuple[Plan, dict[str, str]]:
     """Take settings that make a step shorter while it still fits, until none does."""
     free = tuple(
         c for c in speed_ups() if c.name in ("micro-batch", "sequences", "no recompute", "layer-major", "resident layers")
@@ -164,11 +164,11 @@ def _tuned(plan: Plan, said: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
                 continue
             tried = make_plan(request)
             if tried.verdict.fits and tried.schedule.step_seconds < 0.97 * (best or plan).schedule.step_seconds:
-                best, words = tried, change.says(request)
+                best, words = tried, {change.name: change.says(request)}
         if best is None:
             break
-        plan, said = best, (*said, words)
-    return plan, tuple(dict.fromkeys(said))
+        plan, said = best, {**said, **words}
+    return plan, said
 
 
 # -- the one-tenth table ------------------------------------------------------------

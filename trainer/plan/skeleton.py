@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from trainer.config.load import read_yaml
 from trainer.errors import ConfigError, ModelError, nearest
 from trainer.files import read_json, sha256_text, write_json
 from trainer.plan.card import Block, Linear, ModelCard, stated
+from trainer.plan.fields import NEEDED, PARTS, WANTED, clean, text_part, translate, whole
 from trainer.plan.layout import card_by_arithmetic
 
 LIBRARY = Path(__file__).parent / "models.yaml"
@@ -31,17 +34,6 @@ CARDS = Path(__file__).parent / "cards.json"
 SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local")
 _STATED_KEYS = (*(stated.__kwdefaults__ or ()), "parameters", "num_layers", "hidden_size", "vocab_size")
-# What a causal language model cannot be sized without, and the names that configs give it.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "vocab_size": ("vocab_size", "padded_vocab_size"),
-}
-_WANTED: dict[str, tuple[str, ...]] = {
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim"),
-    "num_key_value_heads": ("num_key_value_heads", "multi_query", "num_kv_heads", "n_head_kv", "kv_lora_rank"),
-}
 
 
 def library() -> dict[str, dict[str, Any]]:
@@ -81,6 +73,18 @@ def load_card(source: str | Path | Mapping[str, Any]) -> ModelCard:
     )
 
 
+def is_quick(source: str | Path | Mapping[str, Any]) -> bool:
+    """Whether the card of a model is arithmetic or kept in this package, so that neither torch nor transformers is needed."""
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        source = library().get(str(source), {}) if not file.is_file() else _read_json(file)
+    if "parameters" in source:
+        return True
+    tree = clean({key: value for key, value in source.items() if key != "name"})
+    return bool(card_by_arithmetic(tree, "") or _shipped(json.dumps(tree, sort_keys=True), ""))
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -96,8 +100,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _from_tree(tree: dict[str, Any], name: str) -> ModelCard:
     if "parameters" in tree:
         return _from_statement(tree, name)
-    tree = {key: value for key, value in tree.items() if key != "name"}
-    return _build(json.dumps(tree, sort_keys=True), name)
+    cleaned = clean({key: value for key, value in tree.items() if key != "name"})
+    return _build(json.dumps(cleaned, sort_keys=True), name)
 
 
 def _from_statement(tree: dict[str, Any], name: str) -> ModelCard:
@@ -108,6 +112,15 @@ def _from_statement(tree: dict[str, Any], name: str) -> ModelCard:
     for key in ("num_layers", "hidden_size", "vocab_size"):
         if key not in given:
             raise ConfigError(f"model.{key}", None, "is missing; a model stated by its parameters needs it too")
+    for key, value in given.items():
+        if key == "tied" or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+            raise ConfigError(f"model.{key}", value, "must be a number, not negative")
+        if key in ("num_layers", "hidden_size", "vocab_size", "head_dim"):
+            given[key] = whole(f"model.{key}", value, 1)
+        elif not key.endswith("parameters"):
+            given[key] = whole(f"model.{key}", value, 0)
     return stated(str(tree.get("name", name)), **given)
 
 
@@ -129,26 +142,31 @@ def _from_class(name: str) -> ModelCard:
 def _resolve(tree: dict[str, Any], assumed: list[str]) -> Any:
     """Return a transformers config object for a config tree, saying what had to be assumed."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     kind = str(tree.get("model_type") or "")
+    if kind not in CONFIG_MAPPING and (inside := text_part(tree)) is not None:
+        assumed.append(f"model_type {kind!r} is unknown to this transformers; only the text model inside it is planned")
+        return _resolve(inside, assumed)
     if kind not in CONFIG_MAPPING:
         instead = _nearest_layout(tree)
         said = f"model_type {kind!r} is unknown to this transformers" if kind else "the config names no model_type"
         assumed.append(f"{said}; laid out like {instead}, which its fields resemble")
-        kind = instead
+        kind, tree = instead, translate(tree, CONFIG_MAPPING[instead]().to_dict())
     wanted_defaults = tree.pop("_defaults_wanted", False)
     values = {key: value for key, value in tree.items() if key not in ("model_type", "auto_map", "quantization_config")}
     if "quantization_config" in tree:
         assumed.append("quantization_config of the file is left out; the plan chooses the types itself")
     try:
-        config = CONFIG_MAPPING[kind].from_dict({"model_type": kind, **values})
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"model config: {kind} refuses it ({str(error).splitlines()[0]})") from error
+        with _quietly():
+            config = CONFIG_MAPPING[kind].from_dict({"model_type": kind, **values})
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ModelError(f"model config: {kind} refuses it ({' '.join(str(error).split())[:200]})") from error
     text = config.get_text_config()
     if text is not config:
         assumed.append(f"{kind} has parts beside its text model; only the text model ({text.model_type}) is planned")
-        values = dict(tree.get("text_config") or {})
+        values = {key: value for part in PARTS for key, value in (tree.get(part) or {}).items()} or values
         config = text
     if not wanted_defaults:
         _say_defaults(values, config, assumed)
@@ -163,7 +181,7 @@ def _nearest_layout(tree: dict[str, Any]) -> str:
     for cls in tree.get("architectures") or ():
         if cls in by_class:
             return str(by_class[cls])
-    for field, aliases in _NEEDED.items():
+    for field, aliases in NEEDED.items():
         if not any(alias in tree for alias in aliases):
             raise ConfigError(
                 f"model.{field}",
@@ -181,7 +199,7 @@ def _nearest_layout(tree: dict[str, Any]) -> str:
 
 def _say_defaults(values: Mapping[str, Any], config: Any, assumed: list[str]) -> None:
     """Name every size that the file leaves out and the class's default stands in for."""
-    for field, aliases in (_NEEDED | _WANTED).items():
+    for field, aliases in (NEEDED | WANTED).items():
         value = getattr(config, field, None)
         if value is not None and not any(values.get(alias) is not None for alias in aliases):
             assumed.append(f"the config does not say {field}; {type(config).__name__}'s {value} assumed")
@@ -235,10 +253,12 @@ def skeleton(config: Any) -> Any:
         ModelError: transformers cannot build a causal language model of it.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _quietly():
+            if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type.endswith("_text"):
+                return _with_head(config)
             return AutoModelForCausalLM.from_config(config)
     except (
         TypeError,
@@ -250,8 +270,44 @@ def skeleton(config: Any) -> Any:
         ImportError,
         ZeroDivisionError,
     ) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        raise ModelError(f"model config: no causal language model can be built of {type(config).__name__} ({said[0]})") from error
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(f"model config: no causal language model can be built of {type(config).__name__} ({said})") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep transformers' remarks on a config (token ids, deprecated names) from a person who only wants sizes."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _with_head(config: Any) -> Any:
+    """Return the text model of a model with more senses, which transformers knows only inside it, with the head of the whole."""
+    import torch
+    from transformers import AutoModel
+
+    class TextModel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.model = config, AutoModel.from_config(config)
+            tied = getattr(config, "tie_word_embeddings", False)
+            self.lm_head = None if tied else torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        def get_input_embeddings(self) -> Any:
+            return self.model.get_input_embeddings()
+
+        def get_output_embeddings(self) -> Any:
+            return self.lm_head or self.get_input_embeddings()
+
+    model = TextModel()
+    type(model).__name__ = f"{type(model.model).__name__} and its head"
+    return model
 
 
 # -- from a skeleton to a card ------------------------------------------------------------
@@ -271,9 +327,8 @@ def read_skeleton(model: Any, name: str, assumed: tuple[str, ...] = ()) -> Model
         block = _read_block(layer, config, index, said)
         blocks[block] = blocks.get(block, 0) + 1
         for path, module in layer.named_modules():
-            if type(module).__name__ == "Linear":
-                key = (path, module.in_features, module.out_features)
-                linears[key] = linears.get(key, 0) + 1
+            if (widths := _linear(module)) is not None:
+                linears[path, *widths] = linears.get((path, *widths), 0) + 1
     inside = sum(block.parameters * count for block, count in blocks.items())
     embedded = sum(p.numel() for p in embedding.parameters())
     total = sum(p.numel() for p in model.parameters())
@@ -292,6 +347,16 @@ def read_skeleton(model: Any, name: str, assumed: tuple[str, ...] = ()) -> Model
         max_positions=getattr(config, "max_position_embeddings", None),
         source=config.to_dict(),
     )
+
+
+def _linear(module: Any) -> tuple[int, int] | None:
+    """Return (d_in, d_out) of a layer that an adapter can be put on; None for any other."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return int(module.weight.shape[0]), int(module.weight.shape[1])
+    return (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else None
 
 
 def _decoder_blocks(model: Any, config: Any) -> list[Any]:
@@ -450,6 +515,8 @@ def _experts_per_token(config: Any, num_experts: int) -> int:
         value = getattr(config, attribute, None)
         if isinstance(value, int) and 0 < value <= num_experts:
             return value
+        if isinstance(value, int) and value > num_experts:
+            raise ConfigError(f"model.{attribute}", value, f"is more than the {num_experts} experts that there are")
     raise ConfigError(
         "model.num_experts_per_tok", None, f"is missing; of its {num_experts} experts it must be known how many a token takes"
     )
@@ -458,16 +525,19 @@ def _experts_per_token(config: Any, num_experts: int) -> int:
 # -- adapters on experts ------------------------------------------------------------
 
 
+def on_stacked_experts(card: ModelCard, targets: tuple[str, ...]) -> bool:
+    """Whether an adapter's targets may be experts, whose stacked tensors only peft itself can count."""
+    inside = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj")
+    return card.is_moe and bool(card.source) and any(t.rpartition(".")[2] in inside for t in targets)
+
+
 def lora_parameters(card: ModelCard, rank: int, targets: tuple[str, ...]) -> int:
     """Return the exact parameters of a LoRA adapter, by formula, or by peft itself where experts' stacked tensors are meant.
 
     Raises:
         ConfigError: no layer of the model has a targeted name.
     """
-    stacked = card.is_moe and any(
-        t.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj") for t in targets
-    )
-    if stacked and card.source:
+    if on_stacked_experts(card, targets):
         return _peft_parameters(json.dumps(dict(card.source), sort_keys=True, default=str), rank, targets)
     count = card.lora_parameters(rank, targets)
     if not count:

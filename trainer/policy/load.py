@@ -1,10 +1,12 @@
 """A model directory in, a transformers model out, or a ModelError that says what is wrong with the directory.
 
-Nothing is initialised at random behind the user's back: a tensor that the model needs and the files lack is an error.
+Nothing happens behind the user's back: a tensor that the model needs and the files lack is an error, not a random one, and so
+is a tensor that the files hold and the model does not, such as an adapter's that was never merged.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainer.errors import NOBODYS_FAULT, ModelError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\battn\.bias)$")  # buffers that older files hold and models make
 
 
 def pick_device(device: str) -> torch.device:
@@ -60,6 +63,12 @@ def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **o
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelError(f"{directory}: its weights lack or misshape {len(missing)} tensors, first {missing[0]}")
+    foreign = sorted(name for name in info["unexpected_keys"] if not _COMPUTED.search(name))
+    if foreign:
+        raise ModelError(
+            f"{directory}: its weights hold {len(foreign)} tensors that a {type(model).__name__} has no place for, first "
+            f"{foreign[0]}; its config.json is another model's. If they are to be left out, load the model and save it again"
+        )
     on_device: PreTrainedModel = model.to(pick_device(device)).eval()
     return on_device
 

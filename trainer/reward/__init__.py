@@ -18,7 +18,7 @@ from trainer.types import Verifier
 
 
 def build_verifier(reward: Reward) -> Verifier:
-    """Return the verifier that the configuration asks for. Workers start at the first answer.
+    """Return the verifier that the configuration asks for. Its workers begin to start; the first answer waits for them.
 
     Raises:
         ConfigError: code is to be judged on a machine that cannot isolate it.

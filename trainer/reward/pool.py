@@ -60,7 +60,7 @@ class Channel(Protocol):
 
 
 class Nursery:
-    """Starts the process that forks workers (`trainer.reward.child`) for one judge.
+    """Starts the process that forks workers (`trainer.reward.child`) for one judge; the first `spawn` waits until it is ready.
 
     Args:
         factory: `module:function` that builds the judge, called in the nursery with `arguments`.
@@ -83,14 +83,29 @@ class Nursery:
         self.control = ours
         self.control.settimeout(START_SECONDS)
         self.control.sendall(frame(pickle.dumps((factory, arguments, memory_bytes))))
-        answer = read_frame(self.control)
+        self._key, self._what, self._ready = key, arguments or factory, False
+
+    def wait_until_ready(self) -> None:
+        """Wait until the judge is built.
+
+        Raises:
+            ConfigError: it cannot be built.
+        """
+        if self._ready:
+            return
+        try:
+            answer = read_frame(self.control)
+        except OSError:  # a timeout is one
+            answer = None
         problem = "its worker died while starting" if answer is None else pickle.loads(answer)
         if problem:
             self.close()
-            raise ConfigError(key, arguments or factory, f"the judge cannot be built: {problem}")
+            raise ConfigError(self._key, self._what, f"the judge cannot be built: {problem}")
+        self._ready = True
 
     def spawn(self) -> tuple[int, socket.socket]:
         """Fork a worker and return its pid and the socket to it."""
+        self.wait_until_ready()
         ours, theirs = socket.socketpair()
         socket.send_fds(self.control, [b"fork"], [theirs.fileno()])
         theirs.close()

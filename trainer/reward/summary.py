@@ -31,3 +31,9 @@ def summarise(verdicts: Sequence[Verdict]) -> dict[str, float]:
     metrics["reward/judge_seconds_mean"] = sum(verdict.seconds for verdict in verdicts) / count
     metrics["reward/judge_seconds_max"] = max(verdict.seconds for verdict in verdicts)
     return metrics
+
+
+def part_shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Return, for each part of a mix, `part_<name>_ok_fraction`: of held-out answers, whatever the part weighs in training."""
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.statuses)
+    return {f"part_{name}_ok_fraction": sum(v.statuses.get(name) == "ok" for v in verdicts) / len(verdicts) for name in names}

@@ -54,7 +54,7 @@ class LocalVerifier:
 
 
 class PoolVerifier:
-    """A judge in a pool of killable workers, started at the first answer.
+    """A judge in a pool of killable workers. They begin to start when it is built; the first answer waits for them.
 
     Args:
         factory, arguments: how a worker's nursery builds the judge.
@@ -68,14 +68,17 @@ class PoolVerifier:
         self.judge, self.name, self.key, self.num_workers = judge, name, key, num_workers
         self.factory, self.arguments = factory, arguments
         self.limit_seconds = judge.timeout_seconds + (KILL_GRACE_SECONDS if keeps_clock else 0.0)
-        self._nursery: Nursery | None = None
         self._pool: Pool | None = None
+        self._nursery: Nursery | None = self._begin()
+
+    def _begin(self) -> Nursery:
+        memory_bytes = 0 if self.judge.verifier == "python" else WORKER_MEMORY_BYTES
+        return Nursery(self.factory, self.arguments, self.key, memory_bytes)
 
     def _started(self) -> Pool:
         if self._pool is None:
-            memory_bytes = 0 if self.judge.verifier == "python" else WORKER_MEMORY_BYTES
-            self._nursery = Nursery(self.factory, self.arguments, self.key, memory_bytes)
-            self._pool = Pool([NurseryChannel(self._nursery) for _ in range(self.num_workers)], self.limit_seconds)
+            nursery = self._nursery = self._nursery or self._begin()
+            self._pool = Pool([NurseryChannel(nursery) for _ in range(self.num_workers)], self.limit_seconds)
         return self._pool
 
     def score(self, answers: Answers) -> list[Verdict]:
@@ -84,10 +87,11 @@ class PoolVerifier:
         return [settle(self.judge, self.name, finding) for finding in self._started().run(payloads)]
 
     def close(self) -> None:
-        if self._pool is not None and self._nursery is not None:
+        if self._pool is not None:
             self._pool.close()
+        if self._nursery is not None:
             self._nursery.close()
-            self._pool = self._nursery = None
+        self._pool = self._nursery = None
 
 
 def limits_of(code: Code, timeout_seconds: float) -> Limits:
@@ -102,7 +106,11 @@ class CodeVerifier:
         self.judge, self.name, self.num_workers = judge, name, num_workers
         self.kind = choose_kind(judge.code.sandbox, f"{key}.code.sandbox")
         self.limits = vars(limits_of(judge.code, judge.timeout_seconds))
-        self._pool: Pool | None = None
+        self._pool: Pool | None = self._begin()
+
+    def _begin(self) -> Pool:
+        channels = [CodeChannel(self.kind, self.judge.code.preload) for _ in range(self.num_workers)]
+        return Pool(channels, self.judge.timeout_seconds + KILL_GRACE_SECONDS)
 
     def score(self, answers: Answers) -> list[Verdict]:
         """Return one verdict per answer, in order.
@@ -110,9 +118,7 @@ class CodeVerifier:
         Raises:
             DataError: a prompt has no tests.
         """
-        if self._pool is None:
-            channels = [CodeChannel(self.kind, self.judge.code.preload) for _ in range(self.num_workers)]
-            self._pool = Pool(channels, self.judge.timeout_seconds + KILL_GRACE_SECONDS)
+        self._pool = self._pool or self._begin()
         jobs = [to_job(prompt, str(answer), self.limits) for prompt, answer in answers]
         return [settle(self.judge, self.name, finding) for finding in self._pool.run(jobs)]
 

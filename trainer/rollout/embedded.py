@@ -77,7 +77,10 @@ class EmbeddedSampler:
             return []
         try:
             with scoring(self.model):
-                return _Generation(self, requests, params).run()
+                generation = Generation(self, requests, params)
+                while not generation.turn():
+                    pass
+                return generation.completions()
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"train.sampler.slots = {self.slots}: sampling does not fit into the device's memory; lower it ({error})"
@@ -98,8 +101,8 @@ class _Prompt:
     probabilities_V: Tensor | None = None  # distribution of the first token
 
 
-class _Generation:
-    """One call of `generate`.
+class Generation:
+    """One call of `generate`, whose turns may be taken with other work between them; without gradients, in evaluation mode.
 
     Slot state (first `rows` entries are in use): `owner` is the request that a slot works on, or N for a slot that idles.
     Outputs have one row a request, and one more into which idle slots write.
@@ -133,19 +136,19 @@ class _Generation:
         self.width = 0
         self.finished = 0
 
-    def run(self) -> list[Completion]:
-        while True:
-            if self.queue and self.free:
-                self._admit()
-            elif not self.queue:
-                if len(self.free) == self.rows:
-                    break
-                if len(self.free) * 4 >= self.rows:
-                    self._compact()
-                self._decode()
-            else:
-                self._decode()
-        return self._completions()
+    def turn(self) -> bool:
+        """Fill free slots, or draw one token in every slot; return whether all completions have ended."""
+        if self.queue and self.free:
+            self._admit()
+        elif not self.queue:
+            if len(self.free) == self.rows:
+                return True
+            if len(self.free) * 4 >= self.rows:
+                self._compact()
+            self._decode()
+        else:
+            self._decode()
+        return False
 
     # -- filling slots ------------------------------------------------------------------------------------------
 
@@ -272,7 +275,12 @@ class _Generation:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def _completions(self) -> list[Completion]:
+    def completions(self) -> list[Completion]:
+        """Return them in the order of the requests, once they have ended.
+
+        Raises:
+            DivergedError: the model's logits are not finite.
+        """
         if not torch.isfinite(self.logprobs[: self.num]).all():
             raise DivergedError(f"policy version {self.sampler.version} gives logits that are not finite; nothing can be sampled")
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()

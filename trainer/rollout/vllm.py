@@ -5,6 +5,7 @@
     load_policy   `adapter`: the version's directory is loaded hot under a name of its own, then the older ones are unloaded;
                   `merge`: a merged copy of the backbone is written and the engine reloads it
     score         log-probs of given tokens; vLLM has these at temperature 1 only
+    top_logprobs  the backbone's highest log-probs at given tokens, for anchors; likewise
 
 A name per version, because an engine that is given the same name again may answer from caches made with the old weights. The
 log-probs of sampled tokens are those of the sampling distribution only with `--logprobs-mode processed_logprobs`, which `check`
@@ -19,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ from trainer.policy.versions import PolicyStore
 from trainer.types import Completion, Request, SamplingParams
 
 Mode = Literal["adapter", "merge"]
+Scored = tuple[Sequence[int], Sequence[int]]  # prompt ids, completion ids
 Progress = Callable[[int, int], None]
 _RETRY_SECONDS = 2.0
 _LOST = (OSError, HTTPException, TimeoutError)
@@ -147,9 +149,28 @@ class VllmSampler:
                 future.cancel()
         return completions
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+    def score(self, sequences: Sequence[Scored], temperature: float) -> list[list[float]]:
         """Return the log-prob of every completion token at temperature 1, whatever the one asked for: vLLM has no other."""
         return [self._on_a_server(partial(self._score, prompt=p, completion=c)) for p, c in sequences]
+
+    def top_logprobs(self, sequences: Sequence[Scored], top_k: int) -> list[list[Mapping[int, float]]]:
+        """Return the backbone's log-probs by token id at every completion token, at temperature 1.
+
+        Args:
+            sequences: (prompt ids, completion ids).
+            top_k: how many of the highest are wanted; the token's own comes too.
+        """
+
+        def ask(server: Server, prompt: Sequence[int], completion: Sequence[int]) -> list[Mapping[int, float]]:
+            found = self._prompt_logprobs(server, self.model, [*prompt, *completion], top_k)
+            return [{int(token): float(fact["logprob"]) for token, fact in here.items()} for here in found[len(prompt) :]]
+
+        asked = [self._workers.submit(self._on_a_server, partial(ask, prompt=p, completion=c)) for p, c in sequences]
+        try:
+            return [future.result() for future in asked]
+        finally:
+            for future in asked:
+                future.cancel()
 
     def load_policy(self, version: int) -> None:
         """Bring a version to every server that is well; one that comes back later gets it before its first request.
@@ -195,9 +216,12 @@ class VllmSampler:
 
     def _score(self, server: Server, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         ids = [*prompt, *completion]
-        body = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        found = server.ask("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        found = self._prompt_logprobs(server, self.name, ids, 0)
         return [float(found[i][str(ids[i])]["logprob"]) for i in range(len(prompt), len(ids))]
+
+    def _prompt_logprobs(self, server: Server, model: str, ids: list[int], count: int) -> Any:
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+        return server.ask("/v1/completions", body)["choices"][0]["prompt_logprobs"]
 
     def _on_a_server(self, work: Callable[[Server], Any]) -> Any:
         """Do work on the least busy server that is well; when it dies, on another."""

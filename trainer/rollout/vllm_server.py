@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.config.schema import CampaignConfig
 from trainer.errors import ConfigError, StalledError
-from trainer.rollout.vllm import Server
+from trainer.policy.versions import PolicyStore
+from trainer.rollout.vllm import Server, VllmSampler
 
 ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -31,11 +34,12 @@ def free_port() -> int:
         return port
 
 
-def arguments(config: CampaignConfig, base: Path, port: int, max_tokens: int) -> list[str]:
+def arguments(config: CampaignConfig, base: Path, port: int, max_tokens: int, more: Mapping[str, str] | None = None) -> list[str]:
     """Return the engine's command line for a campaign.
 
     Args:
         max_tokens: longest prompt plus the length cap.
+        more: further options, under those of the recipe.
     """
     train, vllm = config.train, config.train.sampler.vllm
     given = {
@@ -49,6 +53,7 @@ def arguments(config: CampaignConfig, base: Path, port: int, max_tokens: int) ->
         "--generation-config": "vllm",  # none of the model's own sampling settings
         "--kv-cache-dtype": vllm.kv_cache_dtype,
         "--tensor-parallel-size": str(vllm.tensor_parallel_size),
+        **(more or {}),
         **vllm.arguments,
     }
     flags = ["--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching"]
@@ -67,6 +72,40 @@ def lora_rank(rank: int) -> int:
     return next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
 
 
+@contextmanager
+def served_base(
+    config: CampaignConfig, base: Path, directory: Path, max_tokens: int, top_k: int, on_wait: Callable[[], None]
+) -> Iterator[VllmSampler]:
+    """Have a sampler over servers with the bare base, those of the recipe or one of its own, for the span of a block.
+
+    Args:
+        base: the base artifact.
+        directory: for the log of a server of its own.
+        max_tokens: of the longest request.
+        top_k: log-probs wanted at a token.
+        on_wait: called while the server starts.
+    """
+    train, vllm = config.train, config.train.sampler.vllm
+    server, urls, model = None, list(vllm.urls), vllm.model
+    try:
+        if not urls:
+            server = VllmServer(config, base, directory, max_tokens, {"--max-logprobs": str(max(top_k, 20))})
+            server.wait(on_wait)
+            urls, model = [server.url], str(base)
+        elif not model:
+            model = Server(urls[0], 30.0).ask("/v1/models")["data"][0]["id"]
+        nothing = PolicyStore(directory / "policies", train.sync.keep)
+        deadline = train.watchdog.deadline_seconds
+        sampler = VllmSampler(urls, nothing, base, model, "adapter", vllm.concurrency, deadline, directory / "merged")
+        try:
+            yield sampler
+        finally:
+            sampler.close()
+    finally:
+        if server is not None:
+            server.close()
+
+
 class VllmServer:
     """A running server.
 
@@ -75,12 +114,15 @@ class VllmServer:
         base: the base artifact.
         directory: for its log.
         max_tokens: longest prompt plus the length cap.
+        more: further options, under those of the recipe.
 
     Raises:
         ConfigError: vLLM's environment is not there.
     """
 
-    def __init__(self, config: CampaignConfig, base: Path, directory: Path, max_tokens: int):
+    def __init__(
+        self, config: CampaignConfig, base: Path, directory: Path, max_tokens: int, more: Mapping[str, str] | None = None
+    ):
         vllm = config.train.sampler.vllm
         python = Path(vllm.python) if Path(vllm.python).is_absolute() else Path(__file__).resolve().parents[2] / vllm.python
         if not python.is_file():
@@ -89,7 +131,12 @@ class VllmServer:
             )
         port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", directory / _LOG
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *arguments(config, base.resolve(), port, max_tokens)]
+        command = [
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *arguments(config, base.resolve(), port, max_tokens, more),
+        ]
         guard = [sys.executable, "-m", "trainer.processes", str(os.getpid())]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), **vllm.environment}
         with open(self.log, "ab") as log:

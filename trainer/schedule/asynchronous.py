@@ -40,12 +40,13 @@ from trainer.schedule.prompts import StagePosition, locate
 from trainer.schedule.replay import THREADS
 from trainer.schedule.sampler_process import Assignment
 from trainer.schedule.stop import StopWish
-from trainer.schedule.supervisor import Supervisor
+from trainer.schedule.supervisor import Supervisor, end_leftovers
 from trainer.schedule.sync import Clock, Crew, Run, SyncSchedule, costs
 from trainer.schedule.terms import LEARNER, POLICIES, make_terms, open_database, threads_each
 from trainer.types import Group, Request, derive_seed
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
+_HURRY_SECONDS = 5.0  # of silence, from which a sampler is ended when the run is to stop and cannot because of a lock
 
 _REMEMBERED_STEPS = 20
 _KNOBS = {
@@ -101,14 +102,24 @@ class AsyncSchedule(SyncSchedule):
         self.terms = make_terms(config.train)
         by_id = {prompt.id: prompt for prompt in crew.prompts}
         lease = config.train.watchdog.deadline_seconds
-        self.pool = Pool(open_database(config.train, run.directory, self._lost), run.identity, by_id, LEARNER, lease)
+        end_leftovers(run.directory)
+        database = open_database(config.train, run.directory, self._lost)
+        self.pool = Pool(database, run.identity, by_id, LEARNER, lease)
+        self.pools = [self.pool]  # whose claims are kept
         self.store = PolicyStore(run.directory / POLICIES, config.train.sync.keep)
         self.handed_over = -1  # version
-        self.doing = "starting"
+        self.doing, self.step = "starting", 0
         self.known_versions: dict[int, str] = {}
         self.rates: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self.alarmed: set[str] = set()  # names past their thresholds
         self.supervisor = Supervisor([], self.pool, config.train.watchdog, self.writer)
-        self._ended = threading.Event()
+        self._ended, self._thread = threading.Event(), threading.get_ident()
+        database.waiting = self._while_waiting
+
+    @property
+    def num_processes(self) -> int:
+        """Sampler processes that share the cores with this one."""
+        return self.train.sampler.processes
 
     def run(self) -> None:
         """Train to the end of the last RL stage.
@@ -117,6 +128,7 @@ class AsyncSchedule(SyncSchedule):
             StopRequested: somebody asked; a checkpoint was written. StalledError: a wait passed its deadline.
             MismatchError: a sampler does not give the learner's log-probs. Else as SyncSchedule.run.
         """
+        self._thread = threading.get_ident()
         threads = self._share_threads()
         self.pool.release_learner()
         beats = threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True)
@@ -129,7 +141,7 @@ class AsyncSchedule(SyncSchedule):
             self.pool.database.checkpoint()
             self.writer.heartbeat("trained", self.total, self.total)
         finally:
-            self.supervisor.stop()
+            self._stop_sampling()
             self._ended.set()
             beats.join()
             self.pool.close()
@@ -139,6 +151,12 @@ class AsyncSchedule(SyncSchedule):
         self._hand_over(done)
         self.supervisor = Supervisor(self._assignments(threads), self.pool, self.train.watchdog, self.writer)
         self.supervisor.start()
+        self._train_from(done)
+
+    def _stop_sampling(self) -> None:
+        self.supervisor.stop()
+
+    def _train_from(self, done: int) -> None:
         if done == 0 and self.first_look:
             self.first_look(self.writer)
         if done == 0 and self._looks_at_heldout(0):
@@ -234,15 +252,18 @@ class AsyncSchedule(SyncSchedule):
             if now != seen or self.supervisor.is_starting:
                 seen, moved_at = now, time.monotonic()
             waited = time.monotonic() - moved_at
-            if waited > self.train.watchdog.deadline_seconds:
+            if waited > self.train.watchdog.deadline_seconds and not self.supervisor.is_watching:
                 self.writer.event("stop", f"no sample came for {waited:.0f} s: {self.supervisor.describe()}", step=step)
                 raise StalledError(
                     f"step {step}: the samplers",
                     f"delivered nothing for {waited:.0f} s ({self.supervisor.describe()})",
                     f"see {self.place.directory / 'samplers'}",
                 )
-            time.sleep(pause)
+            self._pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _progress(self) -> Any:
         """Return what changes while samplers get anything done, starting included."""
@@ -250,7 +271,7 @@ class AsyncSchedule(SyncSchedule):
         return finished, tuple((child.process.pid, child.starts) for child in self.supervisor.children)
 
     def _say(self, doing: str, step: int) -> None:
-        self.doing = doing
+        self.doing, self.step = doing, step
         self.writer.heartbeat(doing, step, self.total)
 
     def _give_signs_of_life(self) -> None:
@@ -258,11 +279,19 @@ class AsyncSchedule(SyncSchedule):
         every = min(5.0, self.train.watchdog.deadline_seconds / 4)
         while not self._ended.is_set():
             try:
+                self.supervisor.look()
                 self.pool.beat("learner", self.doing, self.crew.learner.version)
-                self.pool.renew()
+                for pool in self.pools:
+                    pool.renew()
             except StalledError:
                 return  # the main thread meets the same, and says it
             self._ended.wait(every)
+
+    def _while_waiting(self, reason: str) -> None:
+        """End who froze inside a transaction, so that what it locked is free again."""
+        if threading.get_ident() == self._thread:
+            self.writer.heartbeat(f"waiting for the pool: {reason}", self.step, self.total)
+            self.supervisor.end_silent(_HURRY_SECONDS if self.wish else None)
 
     def _lost(self, reason: str) -> None:
         self.writer.event("warning", f"lost the pool's database and tries again: {reason}")
@@ -312,7 +341,7 @@ class AsyncSchedule(SyncSchedule):
         """Share the cores between learner and samplers; a run keeps its number, on which sums depend to the last bit."""
         known = self.pool.fact(THREADS)
         threads = self.config.machine.threads or os.cpu_count() or 1
-        each = int(known) if known else threads_each(threads, self.train.sampler.processes)
+        each = int(known) if known else threads_each(threads, self.num_processes)
         if known is None:
             self.pool.set_fact(THREADS, str(each))
         torch.set_num_threads(each)
@@ -362,7 +391,7 @@ class AsyncSchedule(SyncSchedule):
         super()._checkpoint(step)
 
     def _alarms(self, step: int, metrics: dict[str, float]) -> None:
-        """Write an event for every watched value that passes its threshold."""
+        """Write an event for every watched value that passes its threshold, once for each time that it does."""
         alarms, bound = self.train.alarms, self.train.sync.max_policy_update_lag
         rate = metrics["throughput/samples_per_second"]
         usual = median(self.rates) if len(self.rates) == _REMEMBERED_STEPS else 0.0
@@ -373,9 +402,10 @@ class AsyncSchedule(SyncSchedule):
             ("lag", metrics["lag/mean"], alarms.lag_fraction * bound, metrics["lag/mean"] > alarms.lag_fraction * bound > 0),
         ]
         for name, value, threshold, passed in watched:
-            if passed:
+            if passed and name not in self.alarmed:
                 reason = f"{name} is {value:.3g}, past its threshold {threshold:.3g}; {_KNOBS[name]}"
                 self.writer.event("alarm", reason, step=step, signal=name, value=value, threshold=threshold)
+        self.alarmed = {name for name, _, _, passed in watched if passed}
         self.rates.append(rate)
 
 
@@ -383,6 +413,7 @@ def forget_experience(config: CampaignConfig, run: Run) -> None:
     """Remove the pool and the handed-over policies of a run that ended well and is to be trained anew."""
     import shutil
 
+    end_leftovers(run.directory)
     database: Database = open_database(config.train, run.directory)
     database.remove()
     database.close()

@@ -24,7 +24,7 @@ from trainer.processes import die_with_parent
 if TYPE_CHECKING:
     from trainer.schedule.sampling import SamplerLoop
 
-SAMPLERS = "samplers"
+SAMPLERS, STARTING = "samplers", "starting"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         if assignment.parent_pid:
             die_with_parent(lambda: os.getppid() == assignment.parent_pid)
         writer = RunWriter(assignment.directory)
-        writer.heartbeat("starting")
+        writer.heartbeat(STARTING)
         from trainer.schedule.sampling import build
 
         loop = build(assignment, validate(assignment.config), writer)

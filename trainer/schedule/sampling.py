@@ -32,7 +32,7 @@ from trainer.rollout.follower import Follower, FollowingSampler
 from trainer.rollout.vllm import Server, VllmSampler
 from trainer.rollout.vllm_server import VllmServer
 from trainer.schedule.judge import group, judge
-from trainer.schedule.sampler_process import Assignment
+from trainer.schedule.sampler_process import STARTING, Assignment
 from trainer.schedule.terms import (
     LEARNER,
     POLICIES,
@@ -84,10 +84,11 @@ class SamplerLoop:
         self.name, self.config, self.pool, self.follower, self.book, self.crew = name, config, pool, follower, book, crew
         self.writer, self.parent_pid = writer, parent_pid
         self.terms, self.num_groups = make_terms(config.train), groups_per_claim(config.train)
-        self.deadline_seconds = config.train.watchdog.deadline_seconds
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
         self.server: VllmServer | None = None  # ends with this process
         self._beat_at = 0.0
+        self._learner_beat: float | None = None
+        self._learner_seen = 0.0  # when that changed, by the clock of this process: the pool's may jump
         follower.on_progress(self._on_progress)
 
     def run(self) -> None:
@@ -152,17 +153,21 @@ class SamplerLoop:
         """Give a sign of life, and keep the claims, at most once a second unless it is due now."""
         if now or time.monotonic() - self._beat_at >= _BEAT_SECONDS:
             self._beat_at = time.monotonic()
+            self.writer.heartbeat(doing)  # first: this one waits for no lock
             self.pool.renew()
             self.pool.beat("sampler", doing, self.follower.version, mismatch=self.follower.mismatch, **self.facts)
-            self.writer.heartbeat(doing)
 
     def _check_learner(self) -> None:
-        """Stop when the learner, which is waited for, has been silent for too long."""
+        """Stop when the learner, which is waited for, has been silent for longer than it may have to wait for the pool."""
         learner = next((worker for worker in self.pool.workers() if worker.id == LEARNER), None)
-        if learner is not None and learner.age_seconds > self.deadline_seconds:
+        if learner is None or learner.beat_at != self._learner_beat:
+            self._learner_beat, self._learner_seen = learner.beat_at if learner else None, time.monotonic()
+            return
+        silent = time.monotonic() - self._learner_seen
+        if silent > self.pool.database.patience_seconds:
             raise StalledError(
                 f"the learner (pid {learner.pid} on {learner.host}, last seen {learner.doing})",
-                f"has given no sign of life for {learner.age_seconds:.0f} s",
+                f"has given no sign of life for {silent:.0f} s",
                 "start the run again: it goes on from its checkpoint and its pool",
             )
 
@@ -186,9 +191,13 @@ def build(assignment: Assignment, config: CampaignConfig, writer: RunWriter) -> 
     def lost(reason: str) -> None:
         writer.event("warning", f"lost the pool's database and tries again: {reason}")
 
-    pool = Pool(
-        open_database(train, run, lost), assignment.identity, book.by_id, assignment.name, train.watchdog.deadline_seconds
-    )
+    def waiting(reason: str) -> None:
+        writer.heartbeat(f"waiting for the pool: {reason}")
+        if assignment.parent_pid and os.getppid() != assignment.parent_pid:
+            raise StopRequested("the learner is gone")
+
+    database = open_database(train, run, lost, waiting)
+    pool = Pool(database, assignment.identity, book.by_id, assignment.name, train.watchdog.deadline_seconds)
     pool.release(assignment.name)
     tokenizer = load_tokenizer(Path(assignment.base))
     base = load_model(Path(assignment.base), config.base.dtype, config.machine.device)
@@ -220,7 +229,7 @@ def build_vllm(
     if not urls:
         caps = [stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages]
         server = VllmServer(config, Path(assignment.base), assignment.directory, longest_prompt + max(caps))
-        server.wait(lambda: writer.heartbeat("starting vLLM"))
+        server.wait(lambda: writer.heartbeat(f"{STARTING} vLLM"))
         urls, model = [server.url], str(Path(assignment.base).resolve())
     elif not model:
         model = Server(urls[0], 30.0).ask("/v1/models")["data"][0]["id"]

@@ -4,6 +4,7 @@
     silent      no sign of life for the deadline: killed, then as above
     refused     a mistake that another start would not heal (configuration, model, probe): the run stops with its words
 
+Silence is seen in the samplers' files, not in the pool: one that froze inside a transaction keeps the others from writing there.
 Every one is an event with the culprit's name. After too many starts the run stops: something is wrong that waiting does not
 mend.
 """
@@ -15,9 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from trainer.config.schema import Watchdog
 from trainer.errors import (
@@ -32,11 +35,13 @@ from trainer.errors import (
     TitheError,
 )
 from trainer.experience.pool import Pool, Worker
-from trainer.metrics import RunWriter
-from trainer.schedule.sampler_process import Assignment
+from trainer.metrics import RunWriter, read_heartbeat
+from trainer.schedule.sampler_process import SAMPLERS, STARTING, Assignment
 
 _HOPELESS = {error.exit_code for error in (ConfigError, DataError, ModelError, DivergedError, ResourceError, MismatchError)}
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _QUIET_SECONDS = 0.5, 5.0
+_LEFTOVER_SECONDS = 30.0
+COMMAND = (sys.executable, "-m", "trainer.schedule.sampler_process")
 LOG = "stage.log"
 
 
@@ -44,10 +49,26 @@ LOG = "stage.log"
 class _Child:
     assignment: Assignment
     process: subprocess.Popen[bytes]
-    started_at: float
+    moved_at: float  # when it was started or gave its last sign of life, by the clock of this process
     log_start: int
     starts: int = 1
-    reasons: list[str] = field(default_factory=list)
+    beat: dict[str, Any] | None = None  # its last sign of life
+    ended: str | None = None  # why the supervisor ended it
+
+
+def end_leftovers(run: Path) -> None:
+    """End samplers that an earlier learner of this run left behind: one that is stopped does not hear that it should end."""
+    for path in (run / SAMPLERS).glob("*.json"):
+        beat = read_heartbeat(path.with_suffix(""))
+        if beat is None:
+            continue
+        try:
+            process = psutil.Process(beat["pid"])
+            if str(path.resolve()) in process.cmdline():
+                process.kill()
+                process.wait(_LEFTOVER_SECONDS)
+        except psutil.NoSuchProcess:
+            continue
 
 
 class Supervisor:
@@ -83,13 +104,36 @@ class Supervisor:
         python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         with open(log, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.schedule.sampler_process", str(path)],
+                [*COMMAND, str(path.resolve())],
                 env={**os.environ, "OMP_NUM_THREADS": str(assignment.threads), "PYTHONPATH": python_path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         return process, start
+
+    def look(self) -> None:
+        """Read the samplers' signs of life from their files, which no lock on the pool can hold up."""
+        for child in self.children:
+            beat = read_heartbeat(child.assignment.directory)
+            if beat != child.beat and beat is not None and beat["pid"] == child.process.pid:
+                child.beat, child.moved_at = beat, time.monotonic()
+
+    def end_silent(self, hurry_seconds: float | None = None) -> None:
+        """End the samplers that gave no sign of life for the deadline; touches no pool, so it can be done while one waits for it.
+
+        Args:
+            hurry_seconds: a shorter deadline, when the run is to end anyway.
+        """
+        self.look()
+        for child in self.children:
+            doing = str(child.beat["doing"]) if child.beat else STARTING
+            limit = self.watchdog.start_seconds if doing.startswith(STARTING) else self.watchdog.deadline_seconds
+            age = time.monotonic() - child.moved_at
+            if age > (hurry_seconds or limit) and child.process.poll() is None:
+                child.ended = f"has given no sign of life for {age:.0f} s while {doing}"
+                child.process.kill()  # SIGKILL reaches a stopped process too
+                child.process.wait()
 
     def check(self) -> None:
         """Look after everybody, at most twice a second.
@@ -100,22 +144,12 @@ class Supervisor:
         if time.monotonic() - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
+        self.end_silent()
         self.workers = self.pool.workers()
-        seen = {worker.id: worker for worker in self.workers}
         for child in self.children:
             code = child.process.poll()
             if code is not None:
-                self._bury(child, self._last_words(child, code), code)
-                continue
-            worker = seen.get(child.assignment.name)
-            known = worker is not None and worker.pid == child.process.pid
-            age = worker.age_seconds if known and worker is not None else time.monotonic() - child.started_at
-            limit = self.watchdog.deadline_seconds if known else self.watchdog.start_seconds
-            if age > limit:
-                doing = worker.doing if known and worker is not None else "starting"
-                child.process.kill()  # SIGKILL reaches a stopped process too
-                child.process.wait()
-                self._bury(child, f"has given no sign of life for {age:.0f} s while {doing}", None)
+                self._bury(child, child.ended or self._last_words(child, code), None if child.ended else code)
 
     def _last_words(self, child: _Child, code: int) -> str:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -140,7 +174,12 @@ class Supervisor:
         what = "was asked to stop" if code == StopRequested.exit_code else reason
         self.writer.event("restart", f"{culprit} {what}; its {returned} groups went back, it is started anew", **facts)
         child.process, child.log_start = self._spawn(child.assignment)
-        child.started_at, child.starts = time.monotonic(), child.starts + 1
+        child.moved_at, child.beat, child.ended, child.starts = time.monotonic(), None, None, child.starts + 1
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a sampler has been silent for a while, so that it will be ended or give a sign of life by its deadline."""
+        return any(time.monotonic() - child.moved_at > _QUIET_SECONDS for child in self.children)
 
     @property
     def is_starting(self) -> bool:

@@ -8,7 +8,6 @@ again from a checkpoint goes on to the same bits. A wish to stop is heard betwee
 
 from __future__ import annotations
 
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,9 @@ from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.checkpoint import load_newest, save_checkpoint
+from trainer.processes import forget_peak_memory, peak_memory_bytes
 from trainer.reward.hacking import watch
+from trainer.reward.summary import part_shares
 from trainer.schedule.judge import group, judge, reward_metrics
 from trainer.schedule.prompts import PromptCursor, StagePosition, locate, make_requests
 from trainer.schedule.stop import StopWish
@@ -77,16 +78,21 @@ def begin_anew_after_success(run: Run) -> None:
 
 
 class Clock:
-    """Seconds spent in each phase of a step."""
+    """Seconds spent in each phase of a step, and the most memory held in it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}  # of this process; left out where the kernel does not let a peak begin anew
+        self.highest = peak_memory_bytes()  # since the step before: also while loading, writing, looking at held-out prompts
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, is_apart = time.perf_counter(), forget_peak_memory()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+        self.highest = max(self.highest, peak_memory_bytes())
+        if is_apart:
+            self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak_memory_bytes())
 
 
 class SyncSchedule:
@@ -217,6 +223,7 @@ class SyncSchedule:
             "heldout/accuracy": sum(sample.reward >= CORRECT_AT for sample in samples) / len(samples),
             "heldout/reward_mean": sum(sample.reward for sample in samples) / len(samples),
             "heldout/length_mean": sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
+            **{f"heldout/{name}": value for name, value in part_shares([sample.verdict for sample in samples]).items()},
             "time/heldout_seconds": time.perf_counter() - begin,
         }
 
@@ -287,7 +294,8 @@ def costs(samples: Sequence[Sample], clock: Clock) -> dict[str, float]:
         "throughput/samples_per_second": len(samples) / seconds,
         "throughput/tokens_per_second": tokens / seconds,
         "memory/rss_bytes": float(psutil.Process().memory_info().rss),
-        "memory/rss_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "memory/rss_peak_bytes": clock.highest,
+        **{f"memory/{phase}_peak_bytes": value for phase, value in clock.peaks.items() if phase in ("sample", "learn")},
     }
     if torch.cuda.is_available():
         metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated())

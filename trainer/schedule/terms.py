@@ -53,9 +53,11 @@ def pool_url(train: Train, run: Path) -> str:
     return train.pool.url or f"sqlite:///{run.resolve() / DATABASE}"
 
 
-def open_database(train: Train, run: Path, lost: Callable[[str], None] | None = None) -> Database:
+def open_database(
+    train: Train, run: Path, lost: Callable[[str], None] | None = None, waiting: Callable[[str], None] | None = None
+) -> Database:
     """Open the database of a run's pool."""
-    return Database(pool_url(train, run), str(run.resolve()), train.watchdog.deadline_seconds, lost)
+    return Database(pool_url(train, run), str(run.resolve()), train.watchdog.deadline_seconds, lost, waiting)
 
 
 class OrderBook:

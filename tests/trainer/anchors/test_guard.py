@@ -11,8 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.anchors.guard import Audit, exact_kl, spread
-from trainer.anchors.recall import BaseRecall, Voice
+from trainer.anchors.recall import BaseRecall, tensors_within
+from trainer.anchors.scorer import Voice
 from trainer.config.schema import Anchors
+from trainer.memory.int8 import Int8Reference
 from trainer.types import Completion, Prompt, Sample, Verdict
 
 
@@ -49,7 +51,7 @@ def test_exact_kl_is_that_of_the_whole_vocabulary() -> None:
 def test_a_dropped_base_is_gone_and_a_leaked_one_is_seen() -> None:
     @contextmanager
     def load() -> Iterator[Any]:
-        yield build_model(0)
+        yield build_model(0), None
 
     recall = BaseRecall(load)
     assert recall.resident_bytes == 0
@@ -62,6 +64,22 @@ def test_a_dropped_base_is_gone_and_a_leaked_one_is_seen() -> None:
         leaked = voice.model
     assert recall.resident_bytes == held
     del leaked
+
+
+def test_weights_that_a_source_holds_are_counted_too() -> None:
+    """With 8 bits or tiers the model itself holds placeholders."""
+
+    @contextmanager
+    def load() -> Iterator[Any]:
+        reference = Int8Reference(build_model(0), 1.0)
+        yield reference.residency.anatomy.model, reference.residency.source
+
+    recall = BaseRecall(load)
+    with recall.called() as voice:
+        weights = sum(parameter.numel() for parameter in voice.model.parameters())
+        assert recall.resident_bytes > weights, "a byte a weight, and scales"
+    assert recall.resident_bytes == 0
+    assert sum(tensor.numel() for tensor in tensors_within({"a": [torch.zeros(2)], "b": (torch.zeros(3), "c")})) == 5
 
 
 def test_an_audit_fails_only_past_both_bounds() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trainer.anchors.scorer import Voice, top_and_tail
 from trainer.anchors.store import (
     Origin,
     Settings,
@@ -16,7 +17,6 @@ from trainer.anchors.store import (
     choose_prompts,
     manifest_facts,
     open_anchors,
-    top_and_tail,
 )
 from trainer.errors import DataError, ModelError
 from trainer.files import sha256_file, write_manifest
@@ -54,7 +54,7 @@ def make_prompts(num: int = 7) -> list[Prompt]:
 def build(directory: Path, model: Any, settings: Settings = SETTINGS, **options: Any) -> dict[str, Any]:
     directory.mkdir()
     sampler = EmbeddedSampler(model, slots=4, pad_token_id=0)
-    facts = build_anchors(directory, model, sampler, make_prompts(), settings, ORIGIN, (1, 2), **options)
+    facts = build_anchors(directory, Voice(model), sampler, make_prompts(), settings, ORIGIN, (1, 2), **options)
     return write_manifest(directory, facts)
 
 
@@ -176,7 +176,7 @@ def test_a_directory_that_holds_no_anchors(tmp_path: Path) -> None:
 
 def test_any_sampler_will_do(tmp_path: Path) -> None:
     script = ScriptedSampler(lambda prompt, index, version: [5 + index, 6, 1])
-    facts = build_anchors(tmp_path, build_model(), script, make_prompts(2), SETTINGS, ORIGIN, (1,))
+    facts = build_anchors(tmp_path, Voice(build_model()), script, make_prompts(2), SETTINGS, ORIGIN, (1,))
     write_manifest(tmp_path, facts)
     assert open_anchors(tmp_path, ORIGIN).take(range(4)).completions == [[5, 6, 1], [6, 6, 1]] * 2
 

@@ -26,6 +26,11 @@ def test_flat_arrays_lead_back_to_the_samples(make_model: Any, sample_groups: Ca
     assert batch.group_N.tolist() == [i // 4 for i in range(16)]
 
 
+def test_row_5_rewards_stay_float64(make_model: Any, sample_groups: Callable[..., list[Group]]) -> None:
+    groups = sample_groups(make_model(), reward=lambda index, completion: 0.1 + index / 3)
+    assert make_batch(groups).rewards_N.tolist() == [sample.reward for group in groups for sample in group.samples]
+
+
 @pytest.mark.parametrize("padded_tokens", [1, 20, 55, 10_000])
 def test_micro_batches_hold_every_token_once(padded_tokens: int) -> None:
     lengths = [(1 + i % 5, 1 + (i * 7) % 11) for i in range(40)]

@@ -15,7 +15,7 @@ from trainer.learn.anchored import AnchorTerm
 from trainer.learn.batch import make_batch
 from trainer.learn.learner import Learner
 from trainer.learn.tally import Tally
-from trainer.types import Completion, Group, Verdict
+from trainer.types import Completion, Group, Sample, Verdict
 
 Groups = Callable[..., list[Group]]
 Make = Callable[..., Learner]
@@ -95,6 +95,70 @@ def test_the_gradient_is_that_of_a_loss_written_out_by_hand(make_learner: Make, 
     plain = torch.cat([p.grad.flatten() for p in learner.engine.optimizer.stepped.values() if p.grad is not None])
     assert plain.abs().max().item() > 1e-3
     assert torch.allclose(gradient, plain, rtol=1e-3, atol=1e-6)
+
+
+CLIPPED = {"clip_low": 0.05, "clip_high": 0.4, "kl": {"reference": "exact", "coefficient": 0.7, "estimator": "k3"}}
+WEIGHED = {"off_policy": {"mode": "decoupled", "truncation": 1.3}, "aggregation": "sequence_mean", "truncated": "mask"}
+CAPPED = {"advantage": "dr_grpo", "aggregation": "constant", "truncated": "mask", "dual_clip": 1.5}
+
+
+@pytest.mark.parametrize("algorithm", [CLIPPED, WEIGHED, CAPPED])
+def test_every_setting_reaches_the_loss_as_it_is_written_out_by_hand(
+    make_learner: Make, make_model: Any, sample_groups: Groups, algorithm: dict[str, Any]
+) -> None:
+    """NUMERICS 1, 2, 4, 6, 9 together, on samples of another policy, after the policy has moved away from its reference."""
+    learner = make_learner({"algorithm": algorithm, "batch": {"micro_batch_tokens": 60}})
+    base, model = make_model(), learner.policy.model
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    groups = sample_groups(base, cap=12)
+    loss, gradient = gradients(learner, groups)
+
+    settings, kl = learner.algorithm, learner.algorithm.kl
+    model.zero_grad()
+    trains = [s for g in groups for s in g.samples if settings.truncated == "keep" or s.completion.finish_reason == "stop"]
+    assert 0 < len(trains) < 16 or settings.truncated == "keep"
+    num_tokens, total, clips = sum(len(s.completion.token_ids) for s in trains), torch.zeros(()), 0
+    for group in groups:
+        rewards = torch.tensor([s.reward for s in group.samples], dtype=torch.float64)
+        for sample in (s for s in group.samples if s in trains):
+            advantage = sample.reward - float(rewards.mean())
+            if settings.advantage == "grpo" and float(rewards.std()) > 0:
+                advantage /= float(rewards.std())
+            now_T, reference_T = of_tokens(model, sample), of_tokens(base, sample).detach()
+            rollout_T = torch.tensor(sample.completion.logprobs)
+            decoupled = settings.off_policy.mode == "decoupled"
+            ratio_T = (now_T - (now_T.detach() if decoupled else rollout_T)).exp()
+            gain_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+            clips += int((gain_T != ratio_T * advantage).sum())
+            if advantage < 0:
+                gain_T = gain_T.clamp(min=settings.dual_clip * advantage)
+            if decoupled:
+                gain_T = gain_T * (now_T.detach() - rollout_T).exp().clamp(max=settings.off_policy.truncation)
+            loss_T = -gain_T
+            if kl.reference == "exact":
+                apart_T = reference_T - now_T
+                loss_T = loss_T + kl.coefficient * (apart_T.exp() - 1 - apart_T)
+            share = {
+                "token_mean": 1 / num_tokens,
+                "sequence_mean": 1 / (len(trains) * len(now_T)),
+                "constant": 1 / len(trains) / 6,
+            }
+            total = total + loss_T.sum() * share[settings.aggregation]
+    total.backward()
+    plain = torch.cat([p.grad.flatten() for p in learner.engine.optimizer.stepped.values() if p.grad is not None])
+    assert clips > 0 or settings.off_policy.mode == "decoupled", "nothing was clipped, so nothing was shown"
+    assert loss == pytest.approx(total.item(), rel=1e-4, abs=1e-6)
+    assert torch.allclose(gradient, plain, rtol=1e-3, atol=1e-5 * plain.abs().max().item())
+
+
+def of_tokens(model: Any, sample: Sample) -> torch.Tensor:
+    """Return the log-prob of each token of a sample's completion under a model."""
+    prompt, completion = sample.prompt.token_ids, sample.completion.token_ids
+    logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def test_samples_without_a_term_are_left_out_but_counted(make_learner: Make, sample_groups: Groups) -> None:
@@ -178,7 +242,9 @@ def test_row_11_dropout_is_off_whenever_log_probs_are_scored(make_learner: Make,
     assert prepared.reference_T is not None
     assert not torch.allclose(prepared.reference_T, prepared.old_T, atol=1e-2)
     assert torch.equal(prepared.reference_T, learner.prepare(make_batch(groups), Tally()).reference_T)
-    assert learner.step(groups, 1).metrics["mismatch/max_abs_logprob"] > 1e-3, "the update itself does drop"
+    metrics = learner.step(groups, 1).metrics
+    assert metrics["off_policy/weight_mean"] == pytest.approx(1.0, abs=1e-4), "a step scores without it too"
+    assert metrics["mismatch/max_abs_logprob"] > 1e-3, "the update itself does drop"
     assert not learner.policy.model.training
 
 
@@ -244,6 +310,22 @@ def test_row_20_only_the_optimizer_step_with_the_bad_sample_is_skipped(make_lear
     assert stats.version == 6
     assert math.isfinite(stats.metrics["loss/total"]), "a skipped step is not averaged in"
     assert all(weight.isfinite().all() for weight in learner.engine.optimizer.weights().values())
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.0])
+def test_row_20_an_infinite_gradient_of_a_finite_loss_changes_no_weight(
+    make_learner: Make, sample_groups: Groups, factor: float
+) -> None:
+    """Whether the heartbeat compares norms or not (a factor of 0)."""
+    learner = make_learner({"heartbeat": {"factor": factor}})
+    groups, before = sample_groups(learner.policy.model), weights_of(learner)
+    name, weight = list(learner.policy.trainable.items())[3]
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    stats = learner.step(groups, 1)
+    assert stats.version == 0
+    assert stats.num_skipped == learner.train.batch.optimizer_steps_per_step
+    assert same(weights_of(learner), before)
+    assert name.split(".")[2] in str(learner.events[0])
 
 
 def test_row_20_a_bad_weight_is_named_and_too_many_skips_end_the_run(make_learner: Make, sample_groups: Groups) -> None:

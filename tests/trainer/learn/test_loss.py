@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.learn.loss import decoupled_weight, denominator, effective_sample_fraction, ppo_loss, token_weights
+from trainer.learn.loss import decoupled_weight, denominator, effective_sample_fraction, log_ratio, ppo_loss, token_weights
 
 
 def clipped(ratio: float, advantage: float) -> tuple[float, float, bool]:
@@ -17,6 +17,11 @@ def clipped(ratio: float, advantage: float) -> tuple[float, float, bool]:
     loss.loss_T.sum().backward()
     assert logprob.grad is not None
     return loss.loss_T.item(), logprob.grad.item(), bool(loss.clipped_T)
+
+
+def test_row_2_the_log_ratio_ends_at_20() -> None:
+    apart = log_ratio(torch.tensor([21.0, 300.0, -300.0, 19.0]), torch.zeros(4))
+    assert apart.tolist() == [20.0, 20.0, -20.0, 19.0]
 
 
 @pytest.mark.parametrize(

@@ -327,3 +327,76 @@ def test_stated_card_adds_up() -> None:
     assert card.active_parameters == pytest.approx(3e11, rel=1e-6)
     with pytest.raises(ConfigError, match="need at least"):
         stated("x", parameters=1e9, num_layers=128, hidden_size=14336, vocab_size=128000)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_size": "64"}, r"model\.hidden_size = '64': must be a whole number of at least 1"),
+        ({"hidden_size": True}, r"model\.hidden_size = True"),
+        ({"hidden_size": float("nan")}, r"model\.hidden_size = nan"),
+        ({"num_hidden_layers": -2}, r"model\.num_hidden_layers = -2"),
+        ({"num_attention_heads": 0}, r"model\.num_attention_heads = 0"),
+        ({"vocab_size": 0}, r"model\.vocab_size = 0"),
+        ({"num_key_value_heads": 3}, r"model\.num_key_value_heads = 3: must divide num_attention_heads, which is 4"),
+        ({"head_dim": 0}, r"model\.head_dim = 0"),
+        ({"model_type": "mistral", "sliding_window": "16"}, r"model\.sliding_window = '16'"),
+        ({"model_type": ["llama"]}, r"model\.model_type = \['llama'\]: must be text"),
+        ({"model_type": "new", "architectures": "LlamaForCausalLM"}, r"model\.architectures = 'LlamaForCausalLM'"),
+        ({"text_config": [1]}, r"model\.text_config = \[1\]: must be a mapping"),
+        ({"text_config": {"hidden_size": "x"}}, r"model\.text_config\.hidden_size = 'x'"),
+        ({"intermediate_size": [1, 2], "attention_bias": True}, "llama refuses it"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "qwen3 refuses it"),
+        ({"model_type": "t5"}, "no causal language model can be built"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "num_experts": 4, "num_experts_per_tok": 5}, "is more than the 4 experts"),
+    ],
+)
+def test_what_no_model_can_have_is_named(change: dict[str, object], problem: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=problem):
+        load_card({"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 2, **SMALL, **change})
+
+
+@pytest.mark.parametrize("key", ["parameters", "num_layers", "hidden_size", "vocab_size", "num_experts"])
+@pytest.mark.parametrize("value", [-1, "7B", True])
+def test_a_stated_card_has_numbers(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{key} = {value!r}"):
+        load_card({"parameters": 1e9, "num_layers": 2, "hidden_size": 64, "vocab_size": 10, key: value})
+
+
+def test_whole_floats_are_sizes() -> None:
+    tree = {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 2, **SMALL}
+    assert load_card({**tree, "hidden_size": float(SMALL["hidden_size"])}).parameters == load_card(tree).parameters
+
+
+def test_experts_of_an_unknown_model_keep_their_number() -> None:
+    """Laid out like another architecture, which calls its experts otherwise."""
+    tree = {"model_type": "brandnew", "num_key_value_heads": 2, **SMALL, "n_routed_experts": 6, "moe_topk": 3}
+    card = load_card({**tree, "moe_intermediate_size": 32})
+    assert card.architecture == "Qwen3MoeForCausalLM"
+    assert {(block.num_experts, block.experts_per_token) for block in card.blocks} == {(6, 3)}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_text_model_that_only_exists_inside_another(kind: str) -> None:
+    plain = {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False, "head_dim": 16}
+    alone = load_card({"model_type": kind.removesuffix("_vl").removesuffix("_5"), **plain})
+    inside = load_card({"model_type": kind, "text_config": plain})
+    assert inside.by_role() == alone.by_role()
+    assert inside.kv_bytes_per_token(16) == alone.kv_bytes_per_token(16)
+
+
+def test_an_unknown_model_with_more_senses() -> None:
+    text = {"model_type": "llama", **SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    card = load_card({"model_type": "brandnew_vl", "text_config": text, "vision_config": {"hidden_size": 5}})
+    assert card.parameters == load_card(text).parameters
+    assert "only the text model inside it" in card.assumptions[0]
+
+
+def test_layers_of_other_classes_than_linear_take_adapters() -> None:
+    """GPT-2's are transposed, Falcon's a class of their own."""
+    gpt2 = load_card({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100})
+    assert gpt2.lora_parameters(4, ("c_attn",)) == 2 * 4 * (64 + 3 * 64)
+    falcon = load_card(
+        {"model_type": "falcon", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    )
+    assert falcon.lora_parameters(4, ("dense_h_to_4h",)) == 2 * 4 * (64 + 256)

@@ -353,8 +353,31 @@ def test_hardware_of_ones_own(tmp_path) -> None:
     assert hardware.device.memory_bytes == 94e9
     assert hardware.device.hbm_bytes_per_second == 3.35e12
     assert (hardware.host.memory_bytes, hardware.host.devices) == (5e11, 8)
-    with pytest.raises(ConfigError, match=r"training_flops.*missing"):
+    with pytest.raises(ConfigError, match="lacks training_flops"):
         load_hardware({"device": {"memory_bytes": 1e9}, "host": "dgx"})
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({}, r"hardware\.device = None: lacks memory_bytes, .*like: a100-40gb"),
+        ({"device": None}, "lacks memory_bytes"),
+        ({"device": 5}, "unknown device"),
+        ({"device": {"like": "h100"}}, "did you mean 'h100-80gb'"),
+        ({"device": "h100-80gb", "memory_bytes": -5}, r"memory_bytes = -5: input should be greater than 0"),
+        ({"device": "h100-80gb", "memory_bytes": "80GB"}, "should be a valid number"),
+        ({"device": "h100-80gb", "memory_bytes": float("nan")}, "finite"),
+        ({"device": "h100-80gb", "host": {"devices": 0}}, r"host\.devices = 0"),
+        ({"device": "h100-80gb", "host": {"devices": "eight"}}, r"host\.devices = 'eight'"),
+        ({"device": "h100-80gb", "host": {"devices": 2.5}}, r"host\.devices = 2\.5"),
+        ({"device": "h100-80gb", "host": [8]}, "must be a known host"),
+        ({"device": "h100-80gb", "host": None}, "must be a known host"),
+        ({"device": "h100-80gb", "memory": 5}, "unknown key"),
+    ],
+)
+def test_what_no_hardware_can_be_is_named(tree: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_hardware(tree)
 
 
 def test_this_machine_is_probed_and_remembered(tmp_path) -> None:

@@ -53,6 +53,29 @@ def test_a_missing_tensor_is_not_initialised_at_random(directory: Path) -> None:
         load_model(directory)
 
 
+def test_a_tensor_that_the_model_has_no_place_for_is_refused(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    extra = {
+        "model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 16),
+        "model.layers.1.mlp.up_proj.weight": torch.zeros(16, 16),
+    }
+    save_file({**weights, **extra}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"hold 2 tensors that a LlamaForCausalLM has no place for, first model\.layers\.0\.self"
+    ):
+        load_model(directory)
+
+
+def test_a_buffer_that_every_model_makes_itself_may_lie_in_an_old_file(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    save_file(
+        {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    load_model(directory)
+
+
 def test_truncated_weights(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from trainer.errors import ModelError, ResourceError
 from trainer.files import list_files, sha256_file
 from trainer.policy.load import load_model
-from trainer.policy.merge import MergeReport, combine, merge
+from trainer.policy.merge import Change, MergeReport, combine, merge
 from trainer.policy.weights import INDEX, PlannedTensor, plan_shards, write_shards
 
 IDS = torch.arange(2, 18).view(2, 8)
@@ -188,6 +188,10 @@ def test_bfloat16_reports_what_rounding_keeps(size: float, low: float, high: flo
     expected = float((realised * meant).sum() / (realised.norm() * meant.norm()))
     assert facts["cosine"] == pytest.approx(expected, abs=1e-3)
     assert facts["norm_ratio"] == pytest.approx(float(realised.norm() / meant.norm()), rel=1e-3)
+
+
+def test_row_12_a_change_that_went_the_wrong_way_has_a_negative_cosine() -> None:
+    assert Change(4.0, 1.0, -2.0, 16.0).facts() == {"cosine": -1.0, "norm_ratio": 0.5, "relative_change": 0.5}
 
 
 def test_sum_is_made_in_float32_and_rounded_once(tmp_path: Path) -> None:

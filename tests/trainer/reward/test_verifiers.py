@@ -58,6 +58,13 @@ def test_reasoning_gym_uses_the_tasks_own_scorer(partial_credit: bool, score: fl
     assert verdicts[0].parts == {"reasoning_gym": 1.0}
 
 
+def test_workers_begin_to_start_with_their_verifier_and_end_with_it_even_unused() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with verifier(verifier="reasoning_gym"):
+        (nursery,) = [child for child in psutil.Process().children() if child.pid not in before]
+    assert not nursery.is_running()
+
+
 def test_unknown_task_is_an_error_verdict_not_an_exception() -> None:
     with verifier(verifier="reasoning_gym") as judge:
         (verdict,) = judge.score([(prompt("1", {"task": "no_such_task", "entry": {}}), "1")])

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainer.policy.test_versions import Pair, move, tiny_policy
 from tests.trainer.rollout.vllm_fake import FakeVllm
+from trainer.anchors.scorer import Drawn, ServedScorer, Voice
 from trainer.config import validate
 from trainer.config.load import lay_over
 from trainer.errors import ModelError, StalledError
 from trainer.policy.forward import completion_logprobs
+from trainer.policy.lora import adapter_off
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.rollout.follower import Follower
 from trainer.rollout.vllm import VllmSampler
@@ -175,6 +178,12 @@ def test_the_real_engine_gives_the_learners_log_probs(tmp_path: Path, mode: str)
             apart = [abs(a - b) for c, row in zip(given, expected, strict=True) for a, b in zip(c.logprobs, row, strict=True)]
             assert max(apart) < 1e-3, json.dumps(apart)
             move(pair.learner, 0.05, 1)
+        if mode == "adapter":  # the backbone is still there: it scores anchors
+            drawn = [Drawn(p, c, (0.0,) * len(c)) for p, c in sequences]
+            base = Voice(pair.learner.model, lambda: adapter_off(pair.learner.model))
+            mine, theirs = base.score(drawn, 5, 1.0), ServedScorer(sampler, base.vocabulary).score(drawn, 5, 1.0)
+            for name in ("logprobs", "top_logprobs"):
+                assert torch.allclose(mine[name], theirs[name], atol=1e-3), name
         sampler.close()
     finally:
         server.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from trainer.policy.forward import completion_logprobs
+import torch
+
+from trainer.policy.forward import completion_logits, scoring
+from trainer.policy.lora import adapter_off
 from trainer.policy.policy import Policy
 from trainer.policy.versions import PolicyStore
 from trainer.rollout.embedded import EmbeddedSampler
@@ -18,11 +22,12 @@ from trainer.types import Request, SamplingParams
 class FakeVllm:
     """Serves until `die`; `dies_at` is the number of the completion request (from 1) in whose midst it dies."""
 
-    def __init__(self, policy: Policy, store: PolicyStore, dies_at: int | None = None):
+    def __init__(self, policy: Policy, store: PolicyStore, dies_at: int | None = None, max_logprobs: int = 20):
         self.policy, self.store, self.dies_at = policy, store, dies_at
         self.names: list[str] = []  # adapters that are loaded
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.num_completions = 0
+        self.max_logprobs = max_logprobs
         self._lock = threading.Lock()
         fake = self
 
@@ -73,14 +78,14 @@ class FakeVllm:
             return 200, {}
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if body["model"] not in self.names:
+        if body["model"] not in ("base", *self.names):
             return 404, f"the model {body['model']} does not exist"
-        self.store.load(self.policy, int(body["model"][1:]))
+        backbone = body["model"] == "base"
+        if not backbone:
+            self.store.load(self.policy, int(body["model"][1:]))
         if "prompt_logprobs" in body:
-            ids = body["prompt"]
-            (row,) = completion_logprobs(self.policy.model, [(ids[:1], ids[1:])], 1.0, 1)
-            found = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], row, strict=True))]
-            return 200, {"choices": [{"prompt_logprobs": found}]}
+            with adapter_off(self.policy.model) if backbone else nullcontext():
+                return self.score_prompt(body["prompt"], body["prompt_logprobs"])
         self.num_completions += 1
         if self.num_completions == self.dies_at:
             threading.Thread(target=self.die).start()
@@ -90,3 +95,16 @@ class FakeVllm:
         (made,) = EmbeddedSampler(self.policy.model, 1, 1).generate([request], params)
         choice = {"token_ids": list(made.token_ids), "logprobs": {"token_logprobs": list(made.logprobs)}}
         return 200, {"choices": [{**choice, "finish_reason": made.finish_reason}]}
+
+    def score_prompt(self, ids: list[int], count: int) -> tuple[int, Any]:
+        """The token's own log-prob, and so many of the highest."""
+        if count > self.max_logprobs:
+            return 400, f"Requested prompt logprobs of {count}, which is greater than max allowed: {self.max_logprobs}"
+        with scoring(self.policy.model):
+            (batch,) = completion_logits(self.policy.model, [(ids[:1], ids[1:])], 1)
+            logprobs_TV = torch.log_softmax(batch.logits_NV.float(), -1)
+        found: list[Any] = [None]
+        for token, row in zip(ids[1:], logprobs_TV, strict=True):
+            chosen = {token, *row.topk(min(count, len(row))).indices.tolist()}
+            found.append({str(one): {"logprob": float(row[one]), "rank": 1, "decoded_token": "?"} for one in chosen})
+        return 200, {"choices": [{"prompt_logprobs": found}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -101,17 +102,20 @@ class Stage:
             self.config, crew, Run(self.directory, IDENTITY), StopWish() if wish is None else wish, Places("", "")
         )
 
-    def sampler(self) -> SamplerLoop:
+    def sampler(self, name: str = "s0") -> SamplerLoop:
         store = PolicyStore(self.directory / "policies", 3)
         follower = Follower(FollowingSampler(tiny_policy(self.config), store, 8, EOS), store, 1e-3)
         book = OrderBook(PROMPTS, self.config.train, 0)
-        writer = RunWriter(self.directory / "samplers" / "s0")
-        return SamplerLoop("s0", self.config, self.pool("s0"), follower, book, Judging(Words(), Thirds(), (EOS,)), writer)
+        writer = RunWriter(self.directory / "samplers" / name)
+        return SamplerLoop(name, self.config, self.pool(name), follower, book, Judging(Words(), Thirds(), (EOS,)), writer)
 
-    def run(self, schedule: AsyncSchedule) -> None:
-        loop = self.sampler()
+    def run(self, schedule: AsyncSchedule, name: str = "s0", begin_at: Path | None = None) -> None:
+        """Run a schedule, and a sampler in a thread that begins when a file is there."""
+        loop = self.sampler(name)
 
         def sample() -> None:
+            while begin_at is not None and not begin_at.exists() and not loop.parent_pid:
+                time.sleep(0.02)
             with pytest.raises(StopRequested):
                 loop.run()
             loop.close()

@@ -41,7 +41,8 @@ def test_row_19_requests_do_not_depend_on_their_company() -> None:
         for request in make_requests(worker, 4, step=7, seed=1):
             assert request == whole[request.prompt_id, request.sample_index]
     assert len({r.seed for r in whole.values()}) == 40
-    assert not {r.seed for r in whole.values()} & {r.seed for r in make_requests(PROMPTS, 4, step=8, seed=1)}
+    for others in (make_requests(PROMPTS, 4, step=8, seed=1), make_requests(PROMPTS, 4, step=7, seed=2)):
+        assert not {r.seed for r in whole.values()} & {r.seed for r in others}
 
 
 def test_a_prompt_that_comes_twice_in_a_step_draws_other_completions() -> None:

@@ -1,0 +1,341 @@
+"""`tithe up` with its worker: campaigns started by Prefect's API and from its UI in a real browser; what is killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.pool import Api, register, switches
+from flows.server import free_port
+from flows.workspaces import recipe_names, resolve_config, resolve_workspace
+from tasks.locks import Owner
+from tasks.workspace import REPOSITORY, Workspace
+from trainer.files import read_json
+from trainer.metrics import read_lines
+
+pytestmark = pytest.mark.smoke
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@dataclass
+class Up:
+    """A running `tithe up` whose campaigns have tiny stages."""
+
+    campaigns: Path
+    environment: dict[str, str]
+    prefect_port: int = field(default_factory=free_port)
+    mlflow_port: int = field(default_factory=free_port)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.prefect_port}"
+
+    @property
+    def api(self) -> Api:
+        return Api(f"{self.url}/api")
+
+    def start(self, eventually: Callable[..., Any]) -> None:
+        ports = ["--prefect-port", str(self.prefect_port), "--mlflow-port", str(self.mlflow_port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "up", *ports],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        eventually(lambda: self.said("Ctrl-C") or self.process.poll() is not None, 300)
+        assert self.process.poll() is None, self.lines
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(240)
+            finally:
+                self.process.kill()
+        self._reader.join(10)
+
+    def child(self, module: str) -> Owner:
+        """Return the process of a server or of the worker, by what stands on its command line."""
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "flows.guard" in words and module in " ".join(words):
+                return Owner.of(int(pid))
+        raise AssertionError(f"no {module}")
+
+    def start_flow(self, flow: str, **parameters: Any) -> str:
+        """Start a flow run as the UI does, and return its id."""
+        deployment = self.api.ask("GET", f"deployments/name/{flow}/tithe")
+        made = self.api.ask("POST", f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+        return str(made["id"])
+
+    def flow_run(self, flow_run: str) -> dict[str, Any]:
+        """Return a flow run, or nothing while Prefect is away."""
+        try:
+            return dict(self.api.ask("GET", f"flow_runs/{flow_run}"))
+        except httpx.HTTPError:
+            return {"state": {"type": "", "name": ""}}
+
+    def states(self, flow_run: str) -> list[str]:
+        found = httpx.get(f"{self.api.url}/flow_run_states/", params={"flow_run_id": flow_run}, timeout=60).json()
+        return [state["name"] for state in sorted(found, key=lambda state: state["timestamp"])]
+
+    def wait(self, flow_run: str, eventually: Callable[..., Any]) -> dict[str, Any]:
+        """Wait until a flow run has ended for good."""
+        eventually(lambda: self.flow_run(flow_run)["state"]["type"] in ENDED and not self.owner(flow_run), 300)
+        return self.flow_run(flow_run)
+
+    def owner(self, flow_run: str) -> Owner | None:
+        """Return the process that works on a flow run, or None when nothing is left to settle."""
+        path = Path(self.environment["TITHE_STATE"]) / "flow-runs" / f"{flow_run}.json"
+        try:
+            return Owner.from_json(read_json(path)["owner"])
+        except (FileNotFoundError, ValueError):
+            return None
+
+
+@dataclass
+class Tiny:
+    """A tiny campaign in the folder of campaigns that the worker uses."""
+
+    up: Up
+    name: str
+    seed: int
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"campaign.seed={self.seed}", "limits.grace_seconds=20"]
+
+    @property
+    def workspace(self) -> Workspace:
+        config = resolve_config(None, [f"campaign.name={self.name}", *self.overrides])
+        return resolve_workspace(config, root=self.root, stages_name="tiny_stages:STAGES")
+
+    @property
+    def root(self) -> Path:
+        return self.up.campaigns / self.name
+
+    @property
+    def made(self) -> list[str]:
+        file = self.root / "made.txt"
+        return file.read_text().split() if file.exists() else []
+
+    def plan(self, **wishes: Any) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / "tiny.json").write_text(json.dumps(wishes))
+
+    def start(self, **wishes: Any) -> str:
+        self.plan(**wishes)
+        return self.up.start_flow("campaign", name=self.name, overrides=self.overrides)
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in read_lines(self.workspace.run / "train" / "metrics.jsonl")]
+
+    def at_step(self, step: int) -> bool:
+        return bool(self.steps()) and self.steps()[-1] >= step
+
+
+@pytest.fixture(scope="module")
+def up(state: Path, prefect_server: str, tmp_path_factory: pytest.TempPathFactory, eventually: Any) -> Iterator[Up]:
+    campaigns = tmp_path_factory.mktemp("campaigns")
+    environment = {
+        **os.environ,
+        "TITHE_STATE": str(state),
+        "TITHE_CAMPAIGNS": str(campaigns),
+        "TITHE_STAGES": "tiny_stages:STAGES",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)]),
+    }
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        environment.pop(name, None)
+    running = Up(campaigns, environment)
+    running.start(eventually)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def campaign(up: Up, request: pytest.FixtureRequest) -> Tiny:
+    name = request.node.name.removeprefix("test_").replace("_", "-")[:40]
+    return Tiny(up, name, abs(hash(name)) % 10**6)
+
+
+def test_a_campaign_started_by_the_api_runs_to_the_end_and_shows_what_a_person_looks_for(
+    up: Up, campaign: Tiny, eventually: Any
+) -> None:
+    flow_run = campaign.start(seconds=1.2, steps=5, alarm_at=2)
+    run = up.wait(flow_run, eventually)
+    assert run["state"]["name"] == "Completed", run["state"]
+    assert run["name"] == campaign.workspace.run_id
+    assert campaign.made == ["prepare", "train", "evaluate", "report"]
+    tasks = up.api.ask("POST", "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+    assert {task["name"]: task["state"]["name"] for task in tasks} == dict.fromkeys(campaign.made, "Completed")
+    found = up.api.ask("POST", "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
+    artifacts = {artifact["key"].removeprefix(campaign.name + "-"): artifact["data"] for artifact in found}
+    assert set(artifacts) == {"train", "stages", "evaluation", "report", "mlflow"}
+    assert float(artifacts["train"]) == 100.0
+    assert f"http://127.0.0.1:{up.mlflow_port}/#/experiments/" in artifacts["mlflow"]
+    assert "/artifacts/report/report.html" in artifacts["report"]
+    wanted = {"filter": {"event": {"name": ["tithe.alarm.kl"]}}}
+    events = eventually(lambda: up.api.ask("POST", "events/filter", wanted)["events"])
+    assert events[0]["payload"]["reason"] == "KL to the reference is 0.4"
+
+
+def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> None:
+    campaign, evaluate, plan = (up.api.ask("GET", f"deployments/name/{flow}/tithe") for flow in ("campaign", "evaluate", "plan"))
+    form = campaign["parameter_openapi_schema"]["properties"]
+    assert list(form) == ["recipe", "name", "overrides", "force"]
+    assert form["recipe"]["enum"] == list(recipe_names())
+    assert form["recipe"]["default"] == "params.yaml"
+    assert "key=value" in form["overrides"]["description"]
+    assert form["force"]["items"]["enum"][0] == "prepare"
+    assert "recipes/plans/stateless-1t.yaml" in plan["parameter_openapi_schema"]["properties"]["target"]["enum"]
+    schedules = [schedule for deployment in (campaign, evaluate) for schedule in deployment["schedules"]]
+    assert [(entry["slug"], entry["active"], bool(entry["schedule"]["cron"])) for entry in schedules] == [
+        ("nightly", False, True),
+        ("weekly", False, True),
+    ]
+    assert campaign["tags"] == ["campaign"]
+    queue = up.api.ask("GET", "work_pools/tithe/queues/device")
+    assert queue["concurrency_limit"] >= 1
+
+
+def test_a_schedule_that_a_person_switched_on_stays_on(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITHE_STATE", up.environment["TITHE_STATE"])
+    (deployment, _), schedule = next(entry for entry in switches(up.api).items() if entry[0][1] == "nightly")
+    up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": True})
+    try:
+        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe"]
+        assert [s["active"] for (_, slug), s in switches(up.api).items() if slug == "nightly"] == [True]
+    finally:
+        up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": False})
+
+
+def test_a_mistake_in_the_form_is_one_sentence(up: Up, eventually: Any) -> None:
+    run = up.wait(up.start_flow("campaign", overrides=["train.batch.group_sise=4"]), eventually)
+    assert run["state"]["type"] == "FAILED"
+    assert run["state"]["message"] == "train.batch.group_sise = 4: unknown key; did you mean 'group_size'?"
+
+
+def test_a_plan_is_a_flow_run_too(up: Up, eventually: Any) -> None:
+    flow_run = up.start_flow("plan", target="recipes/plans/conventional-1t.yaml")
+    run = up.wait(flow_run, eventually)
+    assert run["state"]["type"] == "COMPLETED", run["state"]
+    assert run["name"] == "conventional-1t"
+    found = up.api.ask("POST", "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
+    assert run["state"]["message"] in found[0]["data"]
+
+
+def test_cancelled_in_prefect_it_ends_after_a_checkpoint_and_goes_on_when_it_is_started_again(
+    up: Up, campaign: Tiny, eventually: Any
+) -> None:
+    flow_run = campaign.start(seconds=0.2, steps=10_000)
+    eventually(lambda: campaign.at_step(2))
+    up.api.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    assert up.wait(flow_run, eventually)["state"]["name"] == "Cancelled"
+    assert read_json(campaign.workspace.run / "train" / "checkpoint.json")["stopped"]
+    reached = campaign.steps()[-1]
+    again = campaign.start(seconds=0, steps=reached + 3)
+    assert up.wait(again, eventually)["state"]["name"] == "Completed"
+    assert campaign.steps() == list(range(1, reached + 4))
+    assert campaign.made == ["prepare", "train", "train", "evaluate", "report"]
+
+
+def test_a_killed_flow_is_started_again_and_goes_on(up: Up, campaign: Tiny, eventually: Any) -> None:
+    flow_run = campaign.start(seconds=0.2, steps=25)
+    eventually(lambda: campaign.at_step(3))
+    owner = up.owner(flow_run)
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    eventually(lambda: up.flow_run(flow_run)["run_count"] == 2 and up.flow_run(flow_run)["state"]["type"] in ENDED, 300)
+    assert up.wait(flow_run, eventually)["state"]["name"] == "Completed", up.states(flow_run)
+    assert "AwaitingRetry" in up.states(flow_run)
+    assert campaign.steps() == list(range(1, 26))
+    assert campaign.made == ["prepare", "train", "train", "evaluate", "report"]
+
+
+def test_a_killed_worker_costs_nothing(up: Up, campaign: Tiny, eventually: Any) -> None:
+    flow_run = campaign.start(seconds=0.2, steps=15)
+    eventually(lambda: campaign.at_step(2))
+    os.kill(up.child("worker start").pid, signal.SIGKILL)
+    run = up.wait(flow_run, eventually)
+    assert run["state"]["name"] == "Completed", up.states(flow_run)
+    assert campaign.steps() == list(range(1, 16))
+    assert campaign.made == ["prepare", "train", "evaluate", "report"]
+    assert up.said("the worker ended by itself and is started again")
+
+
+def test_a_killed_prefect_server_is_started_again_and_hears_how_the_campaign_ended(
+    up: Up, campaign: Tiny, eventually: Any
+) -> None:
+    flow_run = campaign.start(seconds=0.3, steps=15)
+    eventually(lambda: campaign.at_step(2))
+    server = up.child("server start")
+    os.killpg(server.pid, signal.SIGKILL)
+    eventually(lambda: up.said("Prefect ended by itself and is started again"))
+    eventually(lambda: "report" in campaign.made, 300)
+    run = up.wait(flow_run, eventually)
+    assert run["state"]["name"] == "Completed", run["state"]
+    assert campaign.steps() == list(range(1, 16))
+    assert campaign.made == ["prepare", "train", "evaluate", "report"]
+
+
+def test_a_stopped_up_keeps_its_history_and_the_next_one_goes_on_with_what_it_ran(
+    up: Up, campaign: Tiny, eventually: Any
+) -> None:
+    flow_run = campaign.start(seconds=0.2, steps=25)
+    eventually(lambda: campaign.at_step(3))
+    up.stop()
+    assert up.lines[-1] == "stopped"
+    assert read_json(campaign.workspace.run / "train" / "checkpoint.json")["stopped"]
+    up.start(eventually)
+    run = up.wait(flow_run, eventually)
+    assert run["state"]["name"] == "Completed", run["state"]
+    assert "AwaitingRetry" in up.states(flow_run)
+    assert campaign.steps() == list(range(1, 26))
+    assert campaign.made == ["prepare", "train", "train", "evaluate", "report"]
+
+
+def test_a_campaign_is_started_from_the_form_in_a_browser(up: Up, campaign: Tiny, browser: Any, eventually: Any) -> None:
+    campaign.plan()
+    deployment = up.api.ask("GET", "deployments/name/campaign/tithe")["id"]
+    browser.open(f"{up.url}/v2/deployments/deployment/{deployment}/run")
+    browser.wait_for_text("recipe (Optional)")
+    for text in (f"campaign.name={campaign.name}", *campaign.overrides):
+        boxes = browser.evaluate("document.querySelectorAll('textarea').length")
+        browser.click_text("Add item")
+        browser.wait_for(f"document.querySelectorAll('textarea').length > {boxes}")
+        browser.click("[...document.querySelectorAll('textarea')].at(-1)")
+        browser.type(text)
+    browser.click_text("Submit")
+    browser.wait_for("!location.pathname.endsWith('/run')")
+    found = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
+    eventually(lambda: campaign.made[-1:] == ["report"], 300)
+    flow_run = up.api.ask("POST", "flow_runs/filter", found)[0]
+    assert flow_run["parameters"]["overrides"][0] == f"campaign.name={campaign.name}"
+    assert up.wait(flow_run["id"], eventually)["state"]["name"] == "Completed"
+    browser.open(f"{up.url}/v2/runs/flow-run/{flow_run['id']}?tab=Artifacts")
+    browser.wait_for_text("Completed")
+    browser.wait_for_text(f"{campaign.name}-report")

@@ -1,0 +1,275 @@
+"""Sweeps, really: shared stages made once, trials that fail or are stopped, what a second command does, MLflow and Prefect."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.trials import Asked, Runner, resolve_sweep
+from tasks.record import read_record
+from tasks.sweep import Outcome, Spec, Sweep, Trial
+from tasks.tracking import is_behind, tracking_uri
+from trainer.errors import BusyError, StopRequested, TitheError
+from trainer.files import read_manifest
+
+pytestmark = pytest.mark.smoke
+
+STAGES_NAME = "tiny_stages:STAGES"
+RATES = "train.optimizer.learning_rate=1e-4,2e-4,4e-4"
+Make = Callable[..., Runner]
+
+
+@pytest.fixture
+def sweep(tiny: Any, tmp_path: Path) -> Make:
+    """A sweep of the tiny campaign in a folder of the test."""
+
+    def make(*axes: str, kind: Any = "grid", trials: int = 0, workers: int = 2, tracking: bool = False, **wishes: Any) -> Runner:
+        root = tmp_path / "sweep"
+        for number in range(8):
+            place = root / f"{number:03d}"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "tiny.json").write_text(json.dumps({**wishes, **wishes.get(f"trial{number}", {})}))
+        spec = Spec(kind, axes or (RATES,), trials, seed=1)
+        asked = Asked(spec, None, (*tiny.overrides, "train.stages=[{steps: 5}]"), workers, "tiny-sweep", root, STAGES_NAME)
+        found, at_a_time = resolve_sweep(asked)
+        said: list[str] = []
+        return Runner(found, at_a_time, said.append, tracking=tracking, fork=False)
+
+    return make
+
+
+def outcomes(sweep: Sweep) -> list[str]:
+    return [outcome.state if (outcome := sweep.outcome(trial)) else "to run" for trial in sweep.trials]
+
+
+def made(sweep: Sweep, stage: str) -> int:
+    """How often a stage really ran, in all trials together."""
+    files = sweep.root.glob("*/made.txt")
+    return sum(file.read_text().split().count(stage) for file in files)
+
+
+def test_shared_stages_are_made_once_and_a_second_command_does_nothing(sweep: Make) -> None:
+    runner = sweep()
+    runner.run()
+    done = runner.sweep
+    assert outcomes(done) == ["done"] * 3
+    assert (made(done, "prepare"), made(done, "train"), made(done, "evaluate")) == (1, 3, 3)
+    manifests = [read_manifest(done.workspace(trial).artifact("prompts")) for trial in done.trials]
+    assert all(manifest is not None and manifest == manifests[0] for manifest in manifests)
+    policies = [read_manifest(done.workspace(trial).artifact("policy")) for trial in done.trials]
+    assert len({policy["content_sha256"] for policy in policies if policy}) == 3
+    assert [(trial.number, outcome.result) for trial, outcome in done.ranking()] == [(2, 0.4), (1, 0.2), (0, 0.1)]
+    record = read_record(done.root)
+    assert record is not None
+    assert (record.kind, record.status) == ("sweep", "FINISHED")
+    assert record.final == {
+        "trials/done": 3,
+        "trials/pruned": 0,
+        "trials/failed": 0,
+        "best/heldout/reward_mean": 0.4,
+        "best/trial": 2,
+    }
+    again = sweep()
+    again.run()
+    assert (made(again.sweep, "prepare"), made(again.sweep, "train")) == (1, 3)
+    assert read_record(done.root) == record  # nothing happened, so nothing new is told
+    shutil.rmtree(done.workspace(done.trials[1]).artifact("policy"))
+    sweep().run()
+    assert made(again.sweep, "train") == 4  # only what is missing
+
+
+def test_a_failed_trial_ends_no_sweep_and_the_same_command_tries_it_again(sweep: Make, tmp_path: Path) -> None:
+    runner = sweep(trial1={"config_error": True})
+    with pytest.raises(TitheError, match=r"1 of 3 trials failed: 1 \(learning_rate=2e-4\)"):
+        runner.run()
+    assert outcomes(runner.sweep) == ["done", "failed", "done"]
+    outcome = runner.sweep.outcome(runner.sweep.trials[1])
+    assert outcome is not None
+    assert "planned mistake" in (outcome.error or "")
+    again = sweep()
+    again.run()
+    assert outcomes(again.sweep) == ["done"] * 3
+    assert made(again.sweep, "train") == 4  # three, and the failed one a second time
+
+
+def test_a_killed_stage_costs_its_trial_a_second_attempt(sweep: Make) -> None:
+    runner = sweep(trial0={"kill_at": 3})
+    runner.run()
+    assert outcomes(runner.sweep) == ["done"] * 3
+
+
+def test_a_wish_to_stop_reaches_all_trials_and_the_same_command_goes_on(sweep: Make, eventually: Any) -> None:
+    runner = sweep(seconds=0.2, steps=200)
+    import threading
+
+    def ask() -> None:
+        eventually(lambda: made(runner.sweep, "train") >= 2)
+        runner.stop.ask("somebody asked")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(StopRequested, match="somebody asked"):
+        runner.run()
+    thread.join()
+    assert outcomes(runner.sweep) == ["to run"] * 3
+    record = read_record(runner.sweep.root)
+    assert record is not None
+    assert record.status == "KILLED"
+    again = sweep(steps=200, seconds=0.0, tell=True)
+    again.run()
+    assert outcomes(again.sweep) == ["done"] * 3
+    first = [read_manifest(again.sweep.workspace(trial).artifact("policy")) for trial in again.sweep.trials[:2]]
+    assert all(manifest and manifest["resumed_from"] > 0 for manifest in first)
+
+
+def test_two_commands_for_one_sweep_do_not_meet(sweep: Make) -> None:
+    first, second = sweep(), sweep()
+
+    def meanwhile(trial: Trial) -> Outcome | None:
+        with pytest.raises(BusyError, match="already runs"):
+            second.run()
+        return first.run_trial(trial)
+
+    first.run(meanwhile)
+    assert outcomes(first.sweep) == ["done"] * 3
+
+
+def test_optuna_proposes_and_stops_what_is_hopeless(sweep: Make) -> None:
+    axis = "train.optimizer.learning_rate=1e-5..1e-3:log"
+    runner = sweep(axis, kind="optuna", trials=3)
+    runner.run()
+    assert outcomes(runner.sweep) == ["done"] * 3
+    best = max(float(trial.values["train.optimizer.learning_rate"]) for trial in runner.sweep.trials)
+    assert runner.sweep.ranking()[0][1].result == pytest.approx(best * 1e3)
+    # the fourth is far below the others, and slow enough to be looked at
+    runner.sweep.with_trial({"train.optimizer.learning_rate": "1.0e-7"})
+    slow = sweep(axis, kind="optuna", trials=4, trial3={"seconds": 60})
+    slow.run()
+    outcome = slow.sweep.outcome(slow.sweep.trials[3])
+    assert outcome is not None
+    assert outcome.state == "pruned"
+    assert "below the others' median" in (outcome.error or "")
+    again = sweep(axis, kind="optuna", trials=4)
+    again.run()
+    assert made(again.sweep, "train") == 4  # pruned is done
+
+
+def test_mlflow_shows_the_trials_as_children_of_the_sweep(sweep: Make, mlflow_store: None, eventually: Any) -> None:
+    from mlflow.tracking import MlflowClient
+
+    runner = sweep(tracking=True)
+    runner.run()
+    eventually(lambda: not is_behind(runner.sweep.root))
+    client = MlflowClient(tracking_uri=tracking_uri())
+    experiment = client.get_experiment_by_name("tiny")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "tags.sweep = 'sweep'")
+    (parent,) = [run for run in runs if run.data.tags["kind"] == "sweep"]
+    trials = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert {run.info.run_name for run in trials} == {"learning_rate=1e-4", "learning_rate=2e-4", "learning_rate=4e-4"}
+    assert {run.data.params["sweep.train.optimizer.learning_rate"] for run in trials} == {"1e-4", "2e-4", "4e-4"}
+    assert {round(run.data.metrics["objective"], 6) for run in trials} == {0.1, 0.2, 0.4}
+    assert all(run.info.status == "FINISHED" for run in (parent, *trials))
+    history = client.get_metric_history(trials[0].info.run_id, "heldout/reward_mean")
+    assert [point.step for point in history] == [1, 2, 3, 4, 5]
+    assert parent.data.metrics["best/heldout/reward_mean"] == 0.4
+
+
+def command(root: Path, overrides: list[str], *words: str) -> list[str]:
+    chosen = [word for override in overrides for word in ("-S", override)]
+    place = ["--workspace", str(root), "--stages", STAGES_NAME, "--no-fork", "--no-tracking"]
+    return [sys.executable, "-m", "flows.cli", "sweep", *words, *chosen, *place]
+
+
+def test_the_command_shows_in_prefect_one_task_per_trial(tiny: Any, tmp_path: Path, api: Any, prefect_server: str) -> None:
+    root = tmp_path / "in-prefect"
+    done = subprocess.run(
+        command(root, tiny.overrides, "--grid", RATES, "--workers", "2"),
+        env={**os.environ, "PREFECT_API_URL": prefect_server},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "best: trial 2 (learning_rate=4e-4)" in done.stdout
+    (run,) = api("flow_runs/filter", {"flow_runs": {"name": {"any_": ["in-prefect"]}}})
+    assert run["state"]["name"] == "Completed"
+    tasks = api("task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert {task["name"]: task["state"]["name"] for task in tasks} == {
+        "0 learning_rate=1e-4": "Completed",
+        "1 learning_rate=2e-4": "Completed",
+        "2 learning_rate=4e-4": "Completed",
+    }
+    artifacts = api("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    assert {artifact["type"] for artifact in artifacts} == {"table", "progress"}
+
+
+def test_ctrl_c_ends_the_command_with_its_word_and_nothing_left_running(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    root = tmp_path / "stopped"
+    for number in range(3):
+        (root / f"{number:03d}").mkdir(parents=True)
+        (root / f"{number:03d}" / "tiny.json").write_text(json.dumps({"seconds": 0.2, "steps": 2000}))
+    process = subprocess.Popen(
+        command(root, tiny.overrides, RATES, "--plain", "--workers", "2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    beats = eventually(lambda: len(found := list(root.glob("*/runs/*/train/checkpoint.json"))) == 2 and found)
+    pids = [json.loads((beat.parent / "heartbeat").read_text())["pid"] for beat in beats]
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, said
+    assert "run the same command again to go on" in said
+    assert "Traceback" not in said
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+    assert all(json.loads(beat.read_text())["stopped"] for beat in beats)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--grid"], "names no key"),
+        (["train.batch.group_sise=1,2"], "did you mean 'group_size'"),
+        (["--random", "3", "--grid", RATES], "three ways"),
+        (["a.yaml", "b.yaml", RATES], "two recipes"),
+        (["nowhere.yaml", RATES], "no such file"),
+        (["--grid", "train.lora.rank=1..4"], "needs a list"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line_each(tiny: Any, tmp_path: Path, words: list[str], problem: str) -> None:
+    done = subprocess.run(
+        command(tmp_path / "never", tiny.overrides, *words), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_form_of_a_deployment_asks_what_the_command_asks() -> None:
+    from flows.sweep import asked_for, sweep
+
+    form = sweep.parameters.model_dump()["properties"]
+    assert list(form)[:4] == ["recipe", "axes", "search", "trials"]
+    assert "params.yaml" in form["recipe"]["enum"]
+    assert form["search"]["enum"] == ["grid", "random", "optuna"]
+    assert all(field["description"] for field in form.values())
+    values = {name: field["default"] for name, field in form.items()}
+    asked = asked_for(**{**values, "axes": [" campaign.seed=0,1 ", ""]})
+    assert asked.spec == Spec("grid", ("campaign.seed=0,1",))
+    found, workers = resolve_sweep(asked)
+    assert [trial.name for trial in found.trials] == ["seed=0", "seed=1"]
+    assert workers >= 1
