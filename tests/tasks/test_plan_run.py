@@ -141,3 +141,16 @@ def completion_tokens(workspace: Workspace) -> float:
     lines = [line["metrics"] for line in read_lines(workspace.run / "train" / METRICS)]
     lengths = [line["completion/length_mean"] for line in lines if "time/step_seconds" in line]
     return sum(lengths) / len(lengths)
+
+
+def test_calibration_from_the_command_line_changes_the_next_plan(workspace: Workspace, state: Path) -> None:
+    def tithe(*arguments: str) -> str:
+        command = [sys.executable, "-m", "flows.cli", "plan", *arguments]
+        environment = {**os.environ, "TITHE_STATE": str(state), "COLUMNS": "200"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (state / "calibration.json").unlink(missing_ok=True)
+    assert f"learned from {workspace.run_id}" in tithe("--calibrate", str(workspace.run))
+    assert f"calibrated on {workspace.run_id}" in tithe()
