@@ -103,7 +103,10 @@ def diagnose(signs: Signs) -> list[Finding]:
     if "gamed reward" in found and fall(signs.values("reward/mean")) is None:
         found.pop("collapse", None)  # only the held-out reward fell
     if "KL explosion" in found and not any("stale" in finding.says for finding in found.values()):
-        found = {"KL explosion": found["KL explosion"], **found}
+        first = found.pop("collapse", None)  # the effect after its cause
+        if first is not None:
+            place = list(found).index("KL explosion") + 1
+            return [*list(found.values())[:place], first, *list(found.values())[place:]]
     return list(found.values())
 
 
@@ -258,7 +261,7 @@ def kl_explosion(signs: Signs) -> Finding | None:
         return None
     early, late = median(kl[: max(3, len(kl) // 8)]), median(kl[-max(3, len(kl) // 8) :])
     peak = max(smooth(kl, 3))
-    if not (peak > bound and peak > min(MUCH_KL * max(early, 1e-4), 2 * bound)):
+    if not (peak > 2 * bound or late > max(bound, MUCH_KL * early)):
         return None
     evidence = [
         f"KL to the reference is {late:.3g} nats a token, was {early:.3g} early on, {peak:.3g} at its highest (bound {bound:g})"

@@ -42,7 +42,9 @@ def test_help_has_examples_and_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "up", "status", "initialise", "evaluate"])
+@pytest.mark.parametrize(
+    "command", ["run", "resume", "sweep", "up", "status", "initialise", "evaluate", "compare", "doctor", "export"]
+)
 def test_every_command_has_help(command: str) -> None:
     done = tithe(command, "--help")
     assert done.returncode == 0
@@ -58,6 +60,14 @@ def test_every_command_has_help(command: str) -> None:
         (["run", "-S", "novalue"], 2, "expected key=value"),
         (["run", "recipes/absent.yaml"], 2, "recipes/absent.yaml"),
         (["train", "-S", "train.sampling.top_p=0.9"], 2, "train.sampling.top_p = 0.9"),
+        (["sweep"], 2, "names no key"),
+        (["sweep", "train.batch.group_sise=2,4", "campaign.seed=0,1"], 2, "did you mean 'group_size'?"),
+        (["sweep", "--random", "3", "campaign.seed=0..9", "--name", "../etc"], 2, "is no name"),
+        (["doctor", "nowhere-1a2b3c4d"], 3, "nowhere-1a2b3c4d: no such run"),
+        (["lineage", "tests"], 3, "tests: is no run directory: it has no config.json"),
+        (["compare", "nowhere", "either"], 3, "nowhere: no such run"),
+        (["promote", "nowhere"], 3, "nowhere: no such run"),
+        (["export", "nowhere", "out"], 3, "nowhere: no such run"),
         (["resume", "-S", "campaign.name=never-begun"], 2, "no such run was begun"),
         (["sync", "-S", "campaign.name=never-begun"], 2, "no such run was begun"),
         (["replay", "runs/never-begun"], 2, "RUN = 'runs/never-begun': is no run directory; name one"),

@@ -332,14 +332,15 @@ def choices_of(
     reference = exact if kl.reference == "exact" else kl.reference
     memory = train.memory
     prompt_cap = config.prepare.max_prompt_tokens
+    devices = max(config.machine.ranks, 1) * config.machine.nodes if memory.weights == "sharded" else 1
     tree: dict[str, Any] = {
-        "devices": 1,
+        "devices": devices,
         "train": {
             "method": train.method,
             "rule": train.optimizer.kind,
             "dtype": config.base.dtype,
             "gradient_dtype": "float32",  # micro-batches add up in float32
-            "residency": memory.weights,
+            "residency": "resident" if memory.weights == "sharded" and devices == 1 else memory.weights,
             "cold": memory.source,
             "resident_layers": memory.resident_layers,
             "slots": memory.prefetch + 2 if memory.prefetch else 1,
@@ -372,7 +373,22 @@ def choices_of(
         tree["sample"] |= {"sync": train.sync.mode if train.sampler.kind == "vllm" else None, "sync_every": train.sync.sync_every}
         tree["sample"]["processes"] = train.sampler.processes if train.sampler.kind == "embedded" else 0
         tree["schedule"] |= {"max_lag": train.sync.max_policy_update_lag, "pool_samples": train.pool.capacity}
+    if train.sampler.kind == "vllm":
+        tree["sample"] |= _servers(config)
     return validate_as(Choices, tree, "plan")
+
+
+def _servers(config: CampaignConfig) -> dict[str, Any]:
+    """Return the choices of vLLM servers: those that run elsewhere are devices of their own, at least one each."""
+    sampler, vllm = config.train.sampler, config.train.sampler.vllm
+    servers = len(vllm.urls) or (sampler.processes if config.train.schedule == "async" else 1)
+    return {
+        "devices": len(vllm.urls),
+        "tensor_parallel": None if vllm.urls else vllm.tensor_parallel_size,
+        "sequences": max(1, servers) * vllm.concurrency,
+        "page_tokens": 16,
+        "kv_bits": 8 if vllm.kv_cache_dtype.startswith("fp8") else None,
+    }
 
 
 def plan_request(
