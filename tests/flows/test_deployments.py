@@ -227,7 +227,7 @@ def test_a_schedule_that_a_person_switched_on_stays_on(up: Up, monkeypatch: pyte
     (deployment, _), schedule = next(entry for entry in switches(up.api).items() if entry[0][1] == "nightly")
     up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": True})
     try:
-        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe"]
+        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe", "sweep/tithe"]
         assert [s["active"] for (_, slug), s in switches(up.api).items() if slug == "nightly"] == [True]
     finally:
         up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": False})
