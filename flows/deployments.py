@@ -25,7 +25,7 @@ from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from flows.campaign import AWAY, artifact_key, show_results, walk
-from flows.flow_runs import again, note, set_state
+from flows.flow_runs import note, schedule_again
 from flows.session import Beat, Session, StageResult, open_session, run_plainly
 from flows.workspaces import PARAMS, recipe_names, resolve_config, resolve_workspace
 from tasks.registry import STAGES, Stage
@@ -204,5 +204,5 @@ def stopped(reason: str) -> State[Any]:
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
             return Cancelled(message=reason)
         because = "the worker stopped; the next one goes on from the last checkpoint"
-        set_state(str(client.api_url).rstrip("/"), str(flow_run), again(because))
+        schedule_again(str(client.api_url).rstrip("/"), str(flow_run), because)
     raise Abort(reason)

@@ -83,8 +83,10 @@ def settle(api: str, over: bool = False) -> dict[str, str]:
             if kind in ("RUNNING", "CRASHED", "CANCELLING", "PAUSED"):
                 state = verdict(entry, kind)
                 if state["type"] == "SCHEDULED":
-                    write_json(path, {**entry, "resumes": entry["resumes"] + 1, "scheduled": time.time()})
-                set_state(api, path.stem, state)
+                    write_json(path, {**entry, "resumes": entry["resumes"] + 1})
+                    schedule_again(api, path.stem, state["message"])
+                else:
+                    set_state(api, path.stem, state)
                 given[path.stem] = state["name"]
                 if state["type"] == "SCHEDULED":
                     continue
@@ -107,6 +109,18 @@ def set_state(api: str, flow_run: str, state: dict[str, Any]) -> None:
         httpx.HTTPError.
     """
     httpx.post(f"{api}/flow_runs/{flow_run}/set_state", json={"state": state, "force": True}, timeout=30).raise_for_status()
+
+
+def schedule_again(api: str, flow_run: str, message: str) -> None:
+    """Have a worker start a flow run again, now; until its new process says that it does, nobody else judges it.
+
+    Raises:
+        httpx.HTTPError.
+    """
+    path = directory() / f"{flow_run}.json"
+    if path.exists():
+        write_json(path, {**read_json(path), "scheduled": time.time()})
+    set_state(api, flow_run, again(message))
 
 
 def again(message: str) -> dict[str, Any]:

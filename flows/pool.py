@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from flows.flow_runs import again, set_state
+from flows.flow_runs import schedule_again
 from flows.server import ServerError, settings
 from tasks.workspace import REPOSITORY, state_directory
 
@@ -106,5 +106,5 @@ def requeue(api: Api) -> int:
     body = {"work_pools": {"name": {"any_": [POOL]}}, "flow_runs": {"state": {"type": {"any_": ["PENDING"]}}}}
     found = api.ask("POST", "flow_runs/filter", body)
     for run in found:
-        set_state(api.url, run["id"], again("the worker that had taken it is gone"))
+        schedule_again(api.url, run["id"], "the worker that had taken it is gone")
     return len(found)

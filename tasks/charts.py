@@ -159,7 +159,7 @@ def line_chart(
 
 def interval_chart(title: str, rows: Sequence[Interval]) -> str:
     """Return a chart of shares between 0 and 1: a dot with its interval before, one after, an arrow between."""
-    row_height, left = 42.0, 100.0
+    row_height, left = 42.0, 132.0
     height = row_height * len(rows) + BOTTOM
     x = Scale(0.0, 1.0, left, WIDTH - 20)
     parts = [f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}">']

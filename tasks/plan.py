@@ -40,7 +40,12 @@ from trainer.prompts import prompt_path
 TEMPLATE = "plan.html.j2"
 CALIBRATION = "calibration.json"
 PLAN = "plan.json"
-RATES = ("training_flops", "launch_seconds", *(key for key in Device.model_fields if key.endswith("_per_second")))
+RATES = (
+    "training_flops",
+    "bfloat16_flops",
+    "launch_seconds",
+    *(key for key in Device.model_fields if key.endswith("_per_second")),
+)
 MORE_DEVICES = "The devices that it needs: `tithe plan RECIPE --hardware h100-80gb --search`."
 PROCESS_KNOWN_BYTES = 100e6  # how well the memory of an empty process is known
 LOOKED_AT = 500  # prompts whose lengths are read
@@ -306,6 +311,9 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name, key in medians.items():
         values = [float(line[key]) for line in later if key in line]
         seen[name] = statistics.median(values) if values else 0.0
+    alike = [float(line["reward/zero_variance_fraction"]) for line in later if "reward/zero_variance_fraction" in line]
+    if alike:
+        seen["trained_share"] = max(0.05, 1 - statistics.mean(alike))
     return {key: value for key, value in seen.items() if value > 0}
 
 
@@ -329,7 +337,7 @@ def calibrated(hardware: Hardware) -> Hardware:
     known_of = dict(learned["efficiency"])
     process = known_of.pop("process_bytes", hardware.process_bytes)
     efficiency = validate_as(Efficiency, {**hardware.efficiency.model_dump(), **known_of}, "calibration")
-    device = hardware.device.model_copy(update={key: float(learned["rates"][key]) for key in RATES})
+    device = hardware.device.model_copy(update={key: learned["rates"][key] for key in RATES})
     notes = (*hardware.notes, f"calibrated on {learned['run']}")
     changes = {"device": device, "efficiency": efficiency, "process_bytes": process, "notes": notes}
     return hardware.model_copy(update=changes)
@@ -350,10 +358,10 @@ def learn(request: PlanRequest, seen: Mapping[str, float]) -> dict[str, float]:
     Returns:
         Fields of Efficiency, and `process_bytes` of Hardware.
     """
-    plain = replace(request, hardware=request.hardware.model_copy(update={"efficiency": Efficiency()}))
+    learned = {"trained_share": seen["trained_share"]} if "trained_share" in seen else dict[str, float]()
+    plain = replace(request, hardware=request.hardware.model_copy(update={"efficiency": Efficiency(**learned)}))
     plan = make_plan(plain)
     schedule = plan.schedule
-    learned: dict[str, float] = {}
     learn_predicted = schedule.train_seconds + schedule.score_seconds
     if seen.get("learn_seconds") and learn_predicted:
         learned["train"] = learned["score"] = learn_predicted / seen["learn_seconds"]

@@ -9,8 +9,6 @@ import gc
 import importlib
 import signal
 
-from trainer.processes import importing
-
 MODULES = (
     "pydantic",
     "ruamel.yaml",
@@ -24,7 +22,9 @@ MODULES = (
 )
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow, which stops its stages in order
-with importing():
-    for _name in MODULES:
-        importlib.import_module(_name)
+_before = gc.get_threshold()
+gc.set_threshold(100_000, 50, 50)  # as trainer.processes.importing does
+for _name in MODULES:
+    importlib.import_module(_name)
+gc.set_threshold(*_before)
 gc.freeze()  # a stage's collector need not look at what it was forked with, nor copy those pages

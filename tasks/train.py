@@ -8,6 +8,7 @@ the artifact depends on when or where it was made.
 from __future__ import annotations
 
 import csv
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,7 @@ from trainer.errors import ConfigError
 from trainer.files import read_manifest
 from trainer.learn.anchored import AnchorTerm
 from trainer.learn.learner import Learner
+from trainer.learn.plain import PlainEngine
 from trainer.learn.tiered import TieredAdapterEngine
 from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
@@ -51,7 +53,7 @@ from trainer.schedule.stop import StopWish, deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
 from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
-CURVE = "curve.csv"
+CURVE, OPTIMIZER_STATE = "curve.csv", "optimizer"
 CURVE_COLUMNS = {
     "reward_mean": "reward/mean",
     "reward_std": "reward/std",
@@ -108,7 +110,8 @@ def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engi
     """Return the base as a policy, its weights in their place, and the engine over them; None stands for the plain one."""
     train, base = config.train, paths.inputs["base"]
     if not train.layer_major:
-        return build_policy(load_model(base, config.base.dtype, config.machine.device), train, config.campaign.seed), None
+        policy = build_policy(load_model(base, config.base.dtype, config.machine.device), train, config.campaign.seed)
+        return policy, PlainEngine(policy, train, paths.run / OPTIMIZER_STATE)
     model, residency = place_weights(base, config.base.dtype, config.machine.device, train, paths.run)
     policy = replace(build_policy(model, train, config.campaign.seed), residency=residency)
     if train.method == "full":
@@ -255,6 +258,7 @@ def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, pl
         sampler.close()
     policy.save(paths.out, tokenizer)
     clear_tiers(policy, learner)
+    shutil.rmtree(paths.run / OPTIMIZER_STATE, ignore_errors=True)
     curve = write_curve(paths.run, paths.out / CURVE)
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 

@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = (
     "base.scratch.steps=30 base.scratch.decay_steps=10 base.scratch.warmup_steps=5 prepare.sources.0.num_rows=2000 "
-    "train.stages=[{steps:2}] train.batch.prompts_per_step=8 train.heldout.num_prompts=16 evaluate.num_prompts=16 "
+    "train.stages.0.steps=2 train.batch.prompts_per_step=8 train.heldout.num_prompts=16 evaluate.num_prompts=16 "
     "evaluate.samples_per_prompt=2 evaluate.pass_at=[1,2] anchors.num_prompts=8"
 )
 OPEN, WORD = re.compile(r"^```(.*)$"), re.compile(r"`([^`\n]+)`")
@@ -120,6 +121,7 @@ def problems() -> list[str]:
 def mistake(command: str) -> str:
     """Return what is wrong with a command, or nothing."""
     words = shlex.split(command.partition(" # ")[0])
+    words = list(takewhile(lambda word: word not in ("&&", "|", ";"), words))
     while words and "=" in words[0] and not words[0].startswith("-"):
         words = words[1:]
     if not words:
@@ -128,8 +130,8 @@ def mistake(command: str) -> str:
     if program == "make":
         targets = set(re.findall(r"^([a-z0-9-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
         benchmarks = {f"bench-{path.stem}" for path in (REPOSITORY / "benchmarks").glob("*.py")}
-        unknown = [word for word in arguments if "=" not in word and word not in targets | benchmarks and word != "&&"]
-        return f"no such target: {unknown[0]}" if unknown and "&&" not in arguments else ""
+        unknown = [word for word in arguments if "=" not in word and word not in targets | benchmarks]
+        return f"no such target: {unknown[0]}" if unknown else ""
     return tithe_mistake(arguments) if program == "tithe" else ""
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainer.files import read_json
 from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
+NUMBERS = count(os.getpid())
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -177,9 +179,12 @@ def up(state: Path, prefect_server: str, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def campaign(up: Up, request: pytest.FixtureRequest) -> Tiny:
-    name = request.node.name.removeprefix("test_").replace("_", "-")[:40]
-    return Tiny(up, name, abs(hash(name)) % 10**6)
+def campaign(up: Up, request: pytest.FixtureRequest, eventually: Any) -> Tiny:
+    """A campaign of its own for every try at a test, and `tithe up` running."""
+    if up.process.poll() is not None:
+        up.start(eventually)
+    seed = next(NUMBERS)
+    return Tiny(up, request.node.name.removeprefix("test_").replace("_", "-")[:40] + f"-{seed}", seed)
 
 
 def test_a_campaign_started_by_the_api_runs_to_the_end_and_shows_what_a_person_looks_for(

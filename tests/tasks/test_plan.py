@@ -133,6 +133,15 @@ def test_methods_of_the_trainer_are_mapped() -> None:
     assert beside.memory.find("device", "samplers' weights") == beside.memory.find("device", "weights")
 
 
+def test_servers_of_the_recipe_are_mapped() -> None:
+    asked = Asked(REPOSITORY / "recipes/lora-async-1t.yaml", hardware="h100-80gb")
+    sample = gather(asked).choices.sample
+    assert (sample.engine, sample.devices, sample.sequences, sample.kv_bits, sample.page_tokens) == ("vllm", 2, 256, 8, 16)
+    assert gather(replace(asked, sampling_devices=32)).choices.sample.devices == 32
+    here = gather(replace(asked, overrides=("train.sampler.vllm.urls=[]", "train.sampler.vllm.tensor_parallel_size=1")))
+    assert (here.choices.sample.devices, here.choices.sample.tensor_parallel) == (0, 1)
+
+
 # -- the gate -----------------------------------------------------------------------------------------------------------------
 
 

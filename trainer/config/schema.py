@@ -307,6 +307,12 @@ class Optimizer(Section):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Of `stateless`, where weights are stored as bfloat16. `nearest` loses most of a small step, and is there to show it."""
 
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where adamw's two moments lie between steps: on the device, in host memory, or in files of the run directory. Costs time,
+    and is refused below half a billion trained parameters."""
+    offload_small: bool = False
+    """Offload even so."""
+
     @property
     def clips(self) -> str:
         return self.clipping or ("global" if self.kind == "adamw" else "per_layer")
@@ -315,6 +321,8 @@ class Optimizer(Section):
     def _check(self) -> Optimizer:
         if self.kind == "adamw" and self.clips != "global":
             refuse("clipping", self.clipping, "adamw keeps all gradients, so their global norm is known; set clipping: global")
+        if self.kind == "stateless" and self.offload != "none":
+            refuse("offload", self.offload, "stateless keeps no state that could be moved; set none")
         if self.kind == "stateless" and self.clips == "global":
             refuse("clipping", "global", "stateless drops each gradient at once; set two_pass (exact), previous or per_layer")
         return self
@@ -470,6 +478,8 @@ class Vllm(Section):
     process starts one on this machine."""
     model: str = ""
     """Name under which those servers know the backbone; empty takes the first that they list."""
+    token_variable: str | None = None
+    """Environment variable whose value those servers want as a bearer token; the token itself never stands in a recipe."""
     python: str = ".venv-vllm/bin/python"
     """Python of vLLM's own environment (`make vllm-env`), for a server that is started."""
     concurrency: Count = 64
@@ -495,6 +505,9 @@ class Sampler(Section):
     """`embedded`: in the trainer's process, or with `schedule: async` in processes of its own; continuous batching over slots
     with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
     vllm: Vllm = Vllm()
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
+    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or fp8 made while loading. The
+    learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
     slots: Count = 256
     """Completions decoded at the same time."""
     processes: Annotated[int, Field(ge=0, le=64)] = 1
@@ -536,9 +549,10 @@ class Pool(Section):
 class PolicySync(Section):
     """How samplers get new policies, and how old their samples may be. Read with `schedule: async` and `colocated`."""
 
-    mode: Literal["adapter", "merge"] = "adapter"
+    mode: Literal["adapter", "merge", "auto"] = "adapter"
     """How vLLM gets a policy. `adapter`: hot, under a name per version. `merge`: summed in float32 into a copy of the backbone,
-    which the engine reloads. The embedded sampler always loads the weights themselves."""
+    which the engine reloads, so no other campaign can use the server. `auto`: both are measured once on this engine, and the
+    faster that passes the probe is taken for the run. The embedded sampler always loads the weights themselves."""
     sync_every: Count = 20
     """Optimizer steps after which a new policy is handed over; sooner when the learner would have to wait. Colocated: after which
     it is probed and its hash written down; the sampler takes the newest weights whenever it begins."""
@@ -549,7 +563,8 @@ class PolicySync(Section):
     probe_prompts: Count = 8
     """Fixed completions on which learner and sampler must agree after every load."""
     probe_tolerance: Positive | None = None
-    """Most mean absolute difference of their log-probs; None: 1e-3, or 5e-2 for a bfloat16 base."""
+    """Most mean absolute difference of their log-probs; None: 1e-3, or 5e-2 for a bfloat16 base, a quantised sampler or an FP8
+    KV cache. A sampler beyond it is never used."""
 
     @model_validator(mode="after")
     def _check(self) -> PolicySync:
@@ -574,8 +589,8 @@ class Watchdog(Section):
 
     deadline_seconds: Positive = 300.0
     """A process without a sign of life for so long is ended and its work given to others; a wait ends with a named error."""
-    start_seconds: Positive = 300.0
-    """Time for a sampler to load its model."""
+    start_seconds: Positive = 900.0
+    """Time for a sampler to load its model, and for a vLLM server to start."""
     restarts: Annotated[int, Field(ge=0)] = 5
     """Times that a sampler that died or fell silent is started anew; then the run stops."""
 
@@ -674,15 +689,32 @@ class Train(Section):
             refuse("activation_checkpointing", True, "layer by layer, activations are always recomputed; leave it out")
         if self.layer_major and self.method == "lora" and self.lora.dropout:
             refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
+        if tiered and self.optimizer.offload != "none":
+            refuse("optimizer.offload", self.optimizer.offload, "with tiered weights the adapter's state stays; set none")
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
         if self.schedule != "sync":
             self._check_pooled()
         if self.schedule != "async" and self.sampler.kind == "vllm":
             refuse("sampler.kind", "vllm", "vLLM samples beside the learner; set schedule: async, or sampler.kind: embedded")
-        if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode == "adapter":
-            refuse("sync.mode", "adapter", "a full policy is no adapter; set sync.mode: merge")
+        if self.sampler.kind == "vllm" and self.method == "full" and self.sync.mode != "merge":
+            refuse("sync.mode", self.sync.mode, "a full policy is no adapter; set sync.mode: merge")
+        self._check_quantization()
         return self
+
+    def _check_quantization(self) -> None:
+        wanted = self.sampler.quantization
+        if wanted == "none":
+            return
+        if self.sampler.kind != "vllm":
+            refuse("sampler.quantization", wanted, "only vLLM computes with such weights; set sampler.kind: vllm, or none")
+        if self.sampler.vllm.urls:
+            refuse(
+                "sampler.quantization", wanted, "servers that run already have loaded their weights; start them so, and set none"
+            )
+        if self.sync.mode != "adapter":
+            problem = "rounding a merged backbone again would lose the adapter's change; set sync.mode: adapter"
+            refuse("sync.mode", self.sync.mode, problem)
 
     def _check_pooled(self) -> None:
         if self.schedule == "colocated" and self.method == "full":

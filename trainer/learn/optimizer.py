@@ -2,16 +2,26 @@
 
 Weight decay applies to matrices only, not to norms, biases and other vectors. bfloat16 weights are stepped through a float32
 copy: at a learning rate of 1e-6 rounding to bfloat16 would lose the step. Gradients of such weights add up in float32.
+
+*Offload.* The two moments can lie in host memory or in files; then weights are stepped one after the other, each with its moments
+on the device for that moment. The arithmetic is the same, so the bits are.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
 from trainer.config.schema import Optimizer
+from trainer.errors import ConfigError
+from trainer.files import disk_full_is_named
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OFFLOAD_FROM = 500_000_000  # parameters; below, their state fits wherever they do
 
 
 def learning_rate(update: int, total: int, config: Optimizer, peak: float) -> float:
@@ -33,16 +43,37 @@ def learning_rate(update: int, total: int, config: Optimizer, peak: float) -> fl
     return peak * (config.final_fraction + (1 - config.final_fraction) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+def check_offload(num_parameters: int, config: Optimizer) -> None:
+    """Refuse to move a state away that is too small for it to be worth anything.
+
+    Raises:
+        ConfigError: fewer than OFFLOAD_FROM parameters train, and it is not forced.
+    """
+    if config.offload != "none" and num_parameters < OFFLOAD_FROM and not config.offload_small:
+        raise ConfigError(
+            "train.optimizer.offload",
+            config.offload,
+            f"{num_parameters:,} parameters train, whose state takes {8 * num_parameters / 2**20:,.1f} MiB: moving it costs time "
+            f"and saves next to nothing below {OFFLOAD_FROM:,}; set none, or train.optimizer.offload_small: true to do it anyway",
+        )
+
+
 class PolicyOptimizer:
     """Steps the trainable weights of a policy.
 
     Args:
         trainable: parameters by stable name.
         config: AdamW's settings.
+        directory: for `offload: nvme`; made if it is not there.
+
+    Raises:
+        ConfigError: an offload that is not worth it.
     """
 
-    def __init__(self, trainable: Mapping[str, torch.nn.Parameter], config: Optimizer):
-        self.config = config
+    def __init__(self, trainable: Mapping[str, torch.nn.Parameter], config: Optimizer, directory: Path | None = None):
+        check_offload(sum(parameter.numel() for parameter in trainable.values()), config)
+        assert directory is not None or config.offload != "nvme"
+        self.config, self.directory = config, directory
         self.parameters = dict(trainable)
         self.stepped = {name: self._float32(parameter) for name, parameter in self.parameters.items()}
         self.masters = {name: p for name, p in self.stepped.items() if p is not self.parameters[name]}
@@ -57,6 +88,36 @@ class PolicyOptimizer:
         groups = [group for group in (matrices, vectors) if group["params"]]
         rate, betas, eps = self.config.learning_rate, self.config.betas, self.config.eps
         self.adamw = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+
+    def _away(self, name: str, quantity: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape in host memory, or in a file."""
+        if self.config.offload == "cpu":
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{list(self.stepped).index(name):06d}.{quantity}"
+        with disk_full_is_named(path), open(path, "wb") as file:
+            os.posix_fallocate(
+                file.fileno(), 0, like.numel() * like.element_size()
+            )  # a full disk is met here, not in a page fault
+        return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+
+    def _step_offloaded(self) -> None:
+        """Step one weight after the other, with its moments on its device for that moment."""
+        gradients = {name: parameter.grad for name, parameter in self.stepped.items()}
+        for parameter in self.stepped.values():
+            parameter.grad = None
+        for name, parameter in self.stepped.items():
+            state = self.adamw.state[parameter]
+            away = {quantity: state[quantity] for quantity in MOMENTS if quantity in state}
+            for quantity, tensor in away.items():
+                state[quantity] = tensor.to(parameter.device, copy=True)
+            parameter.grad = gradients[name]
+            self.adamw.step()
+            parameter.grad = None
+            for quantity in MOMENTS:
+                moved = away[quantity] if quantity in away else self._away(name, quantity, state[quantity])
+                state[quantity] = moved.copy_(state[quantity])
 
     @staticmethod
     def _float32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -86,7 +147,10 @@ class PolicyOptimizer:
         torch.nn.utils.clip_grads_with_norm_(list(self.stepped.values()), self.config.max_grad_norm, norm)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        if self.config.offload == "none":
+            self.adamw.step()
+        else:
+            self._step_offloaded()
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.parameters[name].copy_(master)
@@ -116,7 +180,10 @@ class PolicyOptimizer:
         for key, value in state.items():
             name, _, quantity = key.rpartition("/")
             parameter = self.stepped[name]
-            self.adamw.state[parameter][quantity] = value.to(parameter.device, copy=True)
+            if self.config.offload != "none" and quantity in MOMENTS:
+                self.adamw.state[parameter][quantity] = self._away(name, quantity, value).copy_(value)
+            else:
+                self.adamw.state[parameter][quantity] = value.to(parameter.device, copy=True)
 
 
 def _add_to(master: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:

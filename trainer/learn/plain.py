@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ class PlainEngine:
     Args:
         policy: its trainable weights are stepped in place.
         train: the configuration of training.
+        directory: for optimizer state that is kept in files.
     """
 
-    def __init__(self, policy: Policy, train: Train):
+    def __init__(self, policy: Policy, train: Train, directory: Path | None = None):
         self.device = policy.device
         self.between: Callable[[], object] = lambda: None  # called after each micro-batch of an optimizer step
         self.scorer = TokenScorer(policy.model, train.sampling.temperature)
-        self.optimizer = PolicyOptimizer(policy.trainable, train.optimizer)
+        self.optimizer = PolicyOptimizer(policy.trainable, train.optimizer, directory)
         self.heartbeat = Heartbeat(train.heartbeat.factor, train.heartbeat.warmup_steps, train.optimizer.max_grad_norm)
 
     def restart(self) -> None:

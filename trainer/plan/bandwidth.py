@@ -19,6 +19,7 @@ LINKS = {
     "host_link": "host-device link",
     "host_link_back": "device-host link",  # the other direction of the same link, which is full duplex; a disk is not
     "disk": "disk",
+    "page_cache": "page cache",  # a file that the operating system keeps in memory that nobody else wants
     "hbm": "device memory",
 }
 
@@ -135,6 +136,7 @@ class _Flows:
             "host_link": device.host_link_bytes_per_second,
             "host_link_back": device.host_link_bytes_per_second,
             "disk": host.disk_bytes_per_second / per_host,
+            "page_cache": device.link_bytes_per_second if request.hardware.is_cpu else device.host_link_bytes_per_second,
             "hbm": device.hbm_bytes_per_second * request.hardware.efficiency.decode,
         }
 
@@ -154,7 +156,7 @@ class _Flows:
         if visits and compute > 0:
             total = self.sizes.rank_tokens * (self.request.choices.batch.passes if phase == "train" else 1)
             tokens = total / visits
-            threshold = tokens * seconds / compute
+            threshold = tokens * seconds / (compute - (self.work.update_seconds if phase == "train" else 0.0))
         self.flows.append(Flow(name, link, phase, size, seconds, beside, compute, prefetched, formula, threshold, tokens))
 
 
@@ -233,13 +235,20 @@ def _expert_flow(flows: _Flows, visits: float) -> None:
     flows.add("tokens to experts", flows.between, "train", size, formula, True)
 
 
+def _disk_or_cache(request: PlanRequest, sizes: Sizes) -> str:
+    """Return where cold files are read from: two copies of what trains stay in the page cache when half the memory holds them."""
+    hosts, copies = request.hardware.hosts(request.choices.devices), 2 if request.choices.train.method == "full" else 1
+    files = copies * request.card.parameters * sizes.weight_bytes / hosts
+    return "page_cache" if files < 0.5 * request.hardware.host.memory_bytes else "disk"
+
+
 def _tier_flows(flows: _Flows) -> None:
     """Weights, reference, boundaries and optimizer state between device, host and disk."""
     request, sizes = flows.request, flows.sizes
     card, train, batch = request.card, request.choices.train, request.choices.batch
     prefetched = train.slots >= 2
     if train.residency == "tiered":
-        link = "host_link" if train.cold == "host" else "disk"
+        link = "host_link" if train.cold == "host" else _disk_or_cache(request, sizes)
         visits = visits_per_step(request, sizes)
         cold = 1 - min(train.resident_layers, card.num_layers) / card.num_layers
         size = card.parameters * sizes.weight_bytes * cold
@@ -249,7 +258,7 @@ def _tier_flows(flows: _Flows) -> None:
             said = f"{visits:,.1f} visits x P x {sizes.weight_bytes:g} B"
             flows.add(
                 "layers written back",
-                "disk" if link == "disk" else "host_link_back",
+                "host_link_back" if link == "host_link" else link,
                 "train",
                 size * visits,
                 said,

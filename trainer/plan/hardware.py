@@ -34,6 +34,8 @@ class Device(Section):
     memory_bytes: Amount
     training_flops: Amount
     """FLOP/s of a training step of a large model, in the type that it computes in."""
+    bfloat16_flops: Amount | None = None
+    """The same in bfloat16, where that differs (a CPU's); None: training_flops."""
     peak_flops: Amount | None = None
     hbm_bytes_per_second: Amount
     link_bytes_per_second: Amount
@@ -67,6 +69,8 @@ class Efficiency(Section):
     """Of hbm_bytes_per_second, while one token a sequence is decoded."""
     colocated_sampling: Share = 0.8
     """Sampling throughput left under full training load: published as a loss of about 20 %."""
+    trained_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of samples whose group's rewards differ: where no reference is scored, only they are learned from."""
     memory: Annotated[float, Field(gt=0)] = 1.0
     """Measured peak over the ledger's peak."""
     fixed_seconds: Annotated[float, Field(ge=0)] = 0.0

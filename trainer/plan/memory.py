@@ -28,6 +28,10 @@ COLLECTIVE_BUFFER = 1.0e9  # bytes of flat buffers of a sharded engine, as in it
 OFFLOAD_BUCKET = 1.0e9  # bytes of pinned staging for an offloaded optimizer
 ENGINE_WORKSPACE = 1.0e9  # an engine's activations and captured graphs
 EMBEDDED_PREFILL_TOKENS = 8192  # the embedded sampler's own limit
+# A CPU compiles every bfloat16 product of a new shape (oneDNN), and keeps it: measured by the growth of a process.
+COMPILED_PRODUCT = 0.6e6
+PRODUCTS_PER_SHAPE = 5  # prefill, one token, and training's three
+BFLOAT16_LIBRARY = 8.0e6
 CONTEXT = "driver and libraries"
 SAMPLERS = "samplers' "  # begins the terms of processes beside the one that trains
 CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
@@ -166,7 +170,7 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
     """Return the memory ledger of a request."""
     sizes = sizes or sizes_of(request)
     bill = Bill(request)
-    _fixed(bill, request)
+    _fixed(bill, request, sizes)
     _weights(bill, request, sizes)
     _update(bill, request, sizes)
     _activations(bill, request, sizes)
@@ -190,10 +194,15 @@ def memory_ledger(request: PlanRequest, sizes: Sizes | None = None) -> MemoryLed
 # -- what is always there ------------------------------------------------------------
 
 
-def _fixed(bill: Bill, request: PlanRequest) -> None:
+def _fixed(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     hardware, choices = request.hardware, request.choices
     if hardware.is_cpu:
         bill.add("device", "worker process", hardware.process_bytes, "Python, torch and transformers before any model")
+        if sizes.activation_bytes == 2:
+            shapes = 1 + len({(one.d_in, one.d_out) for one in request.card.linears})
+            kept = shapes * PRODUCTS_PER_SHAPE * COMPILED_PRODUCT
+            said = f"{shapes} shapes x {PRODUCTS_PER_SHAPE} products x {COMPILED_PRODUCT / 1e6:g} MB"
+            bill.add("device", "compiled products", BFLOAT16_LIBRARY + kept, f"{said}, and the library that compiles them")
     else:
         per_host = min(hardware.host.devices, choices.devices)
         bill.add("device", CONTEXT, hardware.context_bytes, "context, kernels and collective buffers of one device")
@@ -293,8 +302,7 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
         else:
             tensor = card.gathered_tensor(train.expert_parallel)
             bill.add("device", "gradient of one tensor", tensor * g, f"largest tensor {tensor:,} x {g:g} B", ("train",))
-        work = 8 * min(card.largest_tensor, 2**24)
-        bill.add("device", "update workspace", work, "float32 copies of weight and gradient, 16M elements at a time", ("train",))
+            bill.add("device", "update workspace", _update_workspace(card), UPDATE_FORMULA, ("train",))
         return
     bill.add("device", "gradients", sizes.trained * g / shards, f"T {int(sizes.trained):,} x {g:g} B" + _over(shards), ("train",))
     if train.method == "full" and shards > 1:
@@ -312,6 +320,13 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     parts = ["float32 master"] if sizes.master else []
     for name in parts + (["first moments", "second moments"] if train.rule == "adamw" else []):
         _state(bill, request, sizes, name)
+
+
+UPDATE_FORMULA = "float32 copies of weight and gradient, 16M elements at a time"
+
+
+def _update_workspace(card: ModelCard) -> float:
+    return 8.0 * min(card.largest_tensor, 2**24)
 
 
 def _state(bill: Bill, request: PlanRequest, sizes: Sizes, name: str) -> None:
@@ -363,8 +378,9 @@ def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             tokens * (largest + working),
             f"{tokens:,.0f} tokens x {largest + working:,.0f} B kept and worked on in one layer",
         )
-        # Logits are gone when the last layer is worked on.
-        terms.append(("activations of one layer, or logits", max(inside, logits), how if inside >= logits else said))
+        # Logits are gone when the last layer is worked on; layer by layer, its activations are when it is updated.
+        ways = [(inside, how), (logits, said), *([(_update_workspace(card), UPDATE_FORMULA)] if train.layer_major else [])]
+        terms.append(("activations of one layer, or logits", *max(ways)))
     else:
         how = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {working:,.0f} B worked on in one)"
         terms += [("activations", tokens * (every + working), how), ("logits", logits, said)]

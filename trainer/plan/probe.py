@@ -23,6 +23,8 @@ from trainer.files import read_json, write_json
 from trainer.plan.hardware import Hardware, library
 
 PROBE = "hardware.json"
+CPU_FACTS = {"context_bytes": 0.0, "process_bytes": 0.4e9, "reserve": 0.05}  # torch's CPU build is smaller than a GPU's
+IN_A_MODEL = 5.0  # bare operations that one in a model takes: modules, views and autograd in Python around it
 ROUND_FIGURES = "speeds are round figures; `tithe plan` probes this machine"
 
 
@@ -135,20 +137,27 @@ def copy_rate(size: int = 64 * 2**20) -> float:
 
 
 def _cpu() -> dict[str, Any]:
-    """Measure the cores with torch: matrix products in float32, and the cost of one small operation."""
+    """Measure the cores with torch: matrix products in float32 and bfloat16, and the cost of one small operation in a model."""
     import torch
 
     size = 768
-    left, right = torch.rand(size, size), torch.rand(size, size)
-    flops = best_rate(2 * size**3, lambda: left @ right, tries=8)
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+        rates[dtype] = best_rate(2 * size**3, lambda left=left, right=right: left @ right, tries=8)  # type: ignore[misc]
     small, count = torch.rand(8, 8), 2000
 
     def operations() -> None:
         for _ in range(count):
             torch.add(small, small)
 
-    launch = 1 / best_rate(count, operations)
-    return {"training_flops": flops, "peak_flops": None, "launch_seconds": launch}
+    launch = IN_A_MODEL / best_rate(count, operations)
+    return {
+        "training_flops": rates[torch.float32],
+        "bfloat16_flops": rates[torch.bfloat16],
+        "peak_flops": None,
+        "launch_seconds": launch,
+    }
 
 
 def _gpu() -> dict[str, Any] | None:
@@ -225,8 +234,8 @@ def quick_local(state: Path, on_cpu: bool = True) -> Hardware | None:
     if on_cpu:
         rates = dict.fromkeys(("hbm", "link", "network"), 5e9) | {"host_link": 1e9}
         speeds = {f"{name}_bytes_per_second": rate for name, rate in rates.items()} | {"training_flops": 30e9 * cores}
-        named = {"name": f"cpu-{cores}", "kind": "cpu", "memory_bytes": free, "launch_seconds": 2e-6}
-        tree |= {"device": named | speeds, "context_bytes": 0.0, "reserve": 0.05}
+        named = {"name": f"cpu-{cores}", "kind": "cpu", "memory_bytes": free, "launch_seconds": 8e-6}
+        tree |= {"device": named | speeds, **CPU_FACTS}
     else:
         seen = gpu_without_torch()
         if seen is None:
@@ -276,7 +285,7 @@ def probe_local(directory: Path | None = None, state: Path | None = None, on_cpu
             "network_bytes_per_second": copied,
             **_cpu(),
         }
-        tree = {"device": device, "host": {"devices": 1, **host}, "context_bytes": 0.0, "reserve": 0.05}
+        tree = {"device": device, "host": {"devices": 1, **host}, **CPU_FACTS}
         notes.append("no GPU: main memory is the device, the disk is the cold tier")
     found = validate_as(Hardware, {"name": "local", "notes": notes, **tree}, "hardware")
     if state is not None:

@@ -372,7 +372,22 @@ def choices_of(
         tree["sample"] |= {"sync": train.sync.mode if train.sampler.kind == "vllm" else None, "sync_every": train.sync.sync_every}
         tree["sample"]["processes"] = train.sampler.processes if train.sampler.kind == "embedded" else 0
         tree["schedule"] |= {"max_lag": train.sync.max_policy_update_lag, "pool_samples": train.pool.capacity}
+    if train.sampler.kind == "vllm":
+        tree["sample"] |= _servers(config)
     return validate_as(Choices, tree, "plan")
+
+
+def _servers(config: CampaignConfig) -> dict[str, Any]:
+    """Return the choices of vLLM servers: those that run elsewhere are devices of their own, at least one each."""
+    sampler, vllm = config.train.sampler, config.train.sampler.vllm
+    servers = len(vllm.urls) or (sampler.processes if config.train.schedule == "async" else 1)
+    return {
+        "devices": len(vllm.urls),
+        "tensor_parallel": None if vllm.urls else vllm.tensor_parallel_size,
+        "sequences": max(1, servers) * vllm.concurrency,
+        "page_tokens": 16,
+        "kv_bits": 8 if vllm.kv_cache_dtype.startswith("fp8") else None,
+    }
 
 
 def plan_request(

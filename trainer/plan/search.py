@@ -72,6 +72,8 @@ def _with_devices(request: PlanRequest, devices: int, sampling: int) -> PlanRequ
     changed = request.change(devices=devices, sample__devices=sampling)
     if devices == 1 and changed.choices.train.residency in ("sharded", "zero3"):
         changed = changed.change(train__residency="resident")
+    if devices > 1 and changed.choices.train.residency == "tiered":  # several devices hold it together
+        changed = changed.change(train__residency="sharded")
     return changed
 
 

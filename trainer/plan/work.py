@@ -14,7 +14,12 @@ from trainer.plan.request import PlanRequest
 
 FORWARD_OPERATIONS = 45  # small operations of one decoder block's forward in transformers
 DECODE_OPERATIONS = 60  # with the cache
+ADAPTER_OPERATIONS = 5  # of one adapter: down, up, scaled, added, cast
 CONTINUOUS_BATCHING = 0.9  # share of slots that work while requests wait
+# Float32 values that an update reads and writes for every parameter. AdamW (fused): gradient, weight and two moments read, the
+# last three written. Stateless: the gradient's norms and scaling, decay, the new value, what moved (four sums), what changed, and
+# the journal.
+UPDATE_ACCESSES = {"adamw": 7, "sgd": 3, "stateless": 32}
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Work:
 
     train_flops: float  # of one device
     train_seconds: float
+    update_seconds: float  # of them, what the update takes however many tokens there are
     score_flops: float
     score_seconds: float
     score_on_sampler: bool
@@ -66,27 +72,56 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
     context = (batch.prompt_tokens + batch.completion_tokens) / 2
     forward = card.forward_flops(sizes.rank_tokens, context)
     multiplier = train_multiplier(request)
-    launches = card.num_layers * FORWARD_OPERATIONS * device.launch_seconds
+    elements, adapted = adapter_traffic(request)
+    launches = (card.num_layers * FORWARD_OPERATIONS + adapted * ADAPTER_OPERATIONS) * device.launch_seconds
     visits = sizes.num_micro * batch.passes
     adapters = 4 * sizes.trained * sizes.rank_tokens if choices.train.method == "lora" else 0.0
-    train_flops = (forward * multiplier + adapters) * batch.passes
-    update = sizes.trained * 4 * 6 / device.hbm_bytes_per_second / sizes.shards * batch.passes * batch.minibatches
-    stepped = choices.train.rule == "adamw" and choices.train.optimizer_offload == "none"
-    train_seconds = train_flops / device.training_flops + visits * launches * (multiplier + 1) + (update if stepped else 0.0)
     scores = choices.reference.kind in ("resident", "int8_streamed", "adapter_off", "engine")
+    share = 1.0 if scores else efficiency.trained_share
+    train_flops = (forward * multiplier + adapters) * batch.passes * share
+    flops_per_second = rate_of(request, sizes)
+    values = UPDATE_ACCESSES[choices.train.rule] * sizes.trained / sizes.shards
+    update = 4 * values / device.hbm_bytes_per_second * batch.passes * batch.minibatches
+    update = update if choices.train.optimizer_offload == "none" else 0.0
+    train_seconds = train_flops / flops_per_second + visits * share * launches * (multiplier + 1)
+    traffic = elements * sizes.activation_bytes * sizes.rank_tokens * batch.passes * share
+    train_seconds += traffic / device.hbm_bytes_per_second + update
     on_sampler = choices.reference.kind == "engine"
     score_devices = sizes.sample_devices if on_sampler else choices.devices
     score_flops = forward * choices.devices / score_devices if scores else 0.0
-    score_seconds = score_flops / device.training_flops + (sizes.num_micro * launches if scores else 0.0)
+    score_seconds = score_flops / flops_per_second + (sizes.num_micro * launches if scores else 0.0)
     decode = _decode(request, sizes)
     return Work(
         train_flops=train_flops,
         train_seconds=train_seconds / efficiency.train,
+        update_seconds=update / efficiency.train,
         score_flops=score_flops,
         score_seconds=score_seconds / efficiency.score,
         score_on_sampler=on_sampler,
         multiplier=multiplier,
         **decode,
+    )
+
+
+def rate_of(request: PlanRequest, sizes: Sizes) -> float:
+    """Return the FLOP/s of matrix products in the type that a request computes in; a CPU's differ much between types."""
+    device = request.hardware.device
+    return (device.bfloat16_flops or device.training_flops) if sizes.activation_bytes == 2 else device.training_flops
+
+
+def adapter_traffic(request: PlanRequest) -> tuple[float, float]:
+    """Return (values that adapters read and write for one token's forward and backward, adapters).
+
+    The products are small, so what they pass on counts: the output is written, scaled and added (10 d_out with the backward), the
+    input read, and its gradient added to that of the frozen weight (5 d_in).
+    """
+    if request.choices.train.method != "lora":
+        return 0.0, 0.0
+    targets = {name.rpartition(".")[2] for name in request.choices.train.lora.target_modules}
+    adapted = [one for one in request.card.linears if one.name.rpartition(".")[2] in targets]
+    return (
+        float(sum(one.count * (10 * one.d_out + 5 * one.d_in) for one in adapted)),
+        float(sum(one.count for one in adapted)),
     )
 
 
@@ -102,12 +137,17 @@ def _decode(request: PlanRequest, sizes: Sizes) -> dict[str, float]:
     steps = max(tokens / slots / CONTINUOUS_BATCHING, min(longest, 2 * batch.completion_tokens))
     active = tokens / steps
     context = batch.prompt_tokens + batch.completion_tokens / 2
-    weights = read_parameters(request, active) * (sizes.engine_bytes if choices.sample.engine == "vllm" else sizes.weight_bytes)
+    each = sizes.engine_bytes if choices.sample.engine == "vllm" else sizes.weight_bytes
+    if request.hardware.is_cpu and choices.train.layer_major and each < 4:
+        each += 4.0  # made float32, a layer at a time, and read again from the cache
+    weights = read_parameters(request, active) * each
     read = (weights + active * card.kv_bytes(int(context), sizes.kv_bits)) / spread
     flops = card.forward_flops(active, context) / spread
-    seconds = max(read / (device.hbm_bytes_per_second * efficiency.decode), flops / device.training_flops)
-    operations = DECODE_OPERATIONS if choices.sample.engine == "embedded" else 4  # an engine replays a captured graph
-    step = (seconds + card.num_layers * operations * device.launch_seconds) / efficiency.sample
+    seconds = max(read / (device.hbm_bytes_per_second * efficiency.decode), flops / rate_of(request, sizes))
+    embedded = choices.sample.engine == "embedded"
+    operations = float(card.num_layers * (DECODE_OPERATIONS if embedded else 4))  # an engine replays a captured graph
+    operations += adapter_traffic(request)[1] * ADAPTER_OPERATIONS if embedded else 0.0
+    step = (seconds + operations * device.launch_seconds) / efficiency.sample
     prompts = batch.prompts_per_step * batch.prompt_tokens / copies
     prefill = card.forward_flops(prompts, batch.prompt_tokens / 2) / spread
     return {

@@ -35,7 +35,7 @@ from trainer.policy.forward import completion_logprobs, scoring
 from trainer.policy.policy import Policy
 from trainer.policy.versions import SCORES
 from trainer.rollout.embedded import EmbeddedSampler, Generation
-from trainer.rollout.probe import Scores, check, read_probe
+from trainer.rollout.probe import Look, Scores, check, read_probe
 from trainer.schedule.asynchronous import AsyncSchedule, Places
 from trainer.schedule.judge import group, judge
 from trainer.schedule.stop import StopWish
@@ -132,7 +132,8 @@ class Turns:
         self.judged: deque[_Judged] = deque()
         self.judges = ThreadPoolExecutor(1, "judge")
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
-        self.mismatch, self.probed, self.scores = 0.0, -1, list[list[float]]()
+        self.mismatch, self.probed = 0.0, -1
+        self.look: Look | None = None
         self.doing, self.seconds = "starting", 0.0
         self._beat_at = self._ask_at = 0.0
         self._ended_at = time.monotonic()
@@ -196,15 +197,15 @@ class Turns:
 
     def _take_weights(self) -> None:
         """Take the learner's weights, and probe them when the last probe is `sync_every` optimizer steps old."""
-        version, before = self.crew.learner.version, (self.probed, self.scores)
+        version = self.crew.learner.version
         self.weights.take()
         self.sampler.version = version
         if self.probed < 0 or version - self.probed >= self.train.sync.sync_every:
             probe, expected = self.probe()
             with self.weights.lent(), scoring(self.sampler.model):
-                previous = before if before[0] >= 0 else None
-                self.mismatch = check(self.sampler, probe, version, expected, previous, probe_tolerance(self.config))
-            self.probed, self.scores = version, expected
+                given = self.sampler.score(probe.sequences, probe.temperature)
+            self.mismatch = check(given, probe, version, expected, self.look, probe_tolerance(self.config))
+            self.probed, self.look = version, Look(version, expected, given)
 
     def _judge(self, completions: Sequence[Completion]) -> None:
         named = [replace(completion, sampler_id=self.pool.worker) for completion in completions]

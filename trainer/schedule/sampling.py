@@ -11,6 +11,7 @@ go to others. It ends when the learner ends, and on SIGTERM at once: what it was
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ import torch
 from trainer.config.schema import CampaignConfig
 from trainer.errors import StalledError, StopRequested
 from trainer.experience.pool import Order, Pool
+from trainer.files import sha256_text
 from trainer.metrics import RunWriter
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
 from trainer.policy.policy import build_policy
@@ -32,8 +34,11 @@ from trainer.policy.versions import PolicyStore
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier
 from trainer.rollout.follower import Follower, FollowingSampler
-from trainer.rollout.vllm import Server, VllmSampler
-from trainer.rollout.vllm_server import VllmServer
+from trainer.rollout.quantised import write_quantised
+from trainer.rollout.sync_choice import choose, measure_both, table
+from trainer.rollout.vllm import VllmSampler
+from trainer.rollout.vllm_http import Server
+from trainer.rollout.vllm_server import VllmServer, running_servers
 from trainer.schedule.judge import group, judge
 from trainer.schedule.sampler_process import STARTING, Assignment
 from trainer.schedule.terms import (
@@ -47,6 +52,7 @@ from trainer.schedule.terms import (
 )
 from trainer.types import Completion, Sampler, SamplingParams, Verifier
 
+SYNC_MODE = "sync_mode"  # fact of the pool: what `sync.mode: auto` took
 _BEAT_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 0.01, 0.1
 _MOST_JUDGED = 2  # claims that are being judged while the next one is sampled
 
@@ -91,7 +97,7 @@ class SamplerLoop:
         self.facts: dict[str, float] = {"finished": 0, "samples": 0, "tokens": 0, "busy_seconds": 0.0, "idle_seconds": 0.0}
         self.server: VllmServer | None = None  # ends with this process
         self.judges, self.judged = ThreadPoolExecutor(1, "judge"), deque[Future[None]]()
-        self._beat_at = 0.0
+        self._beat_at, self._finished = 0.0, 0
         self._learner_beat: float | None = None
         self._learner_seen = 0.0  # when that changed, by the clock of this process: the pool's may jump
         follower.on_progress(self._on_progress)
@@ -107,6 +113,7 @@ class SamplerLoop:
         while True:
             if self.parent_pid and os.getppid() != self.parent_pid:
                 raise StopRequested("the learner is gone")
+            self._choose_mode()
             if self.follower.follow():
                 reason = f"loaded policy version {self.follower.version}, probe {self.follower.mismatch:.1e} off"
                 self.writer.event("sync", reason, version=self.follower.version, mismatch=self.follower.mismatch)
@@ -132,12 +139,10 @@ class SamplerLoop:
 
     def _fulfil(self, orders: Sequence[Order]) -> None:
         """Sample some groups of one RL stage after the other, and have them judged and delivered meanwhile."""
-        train = self.config.train
         for stage in sorted({order.stage for order in orders}):
             mine = [order for order in orders if order.stage == stage]
             requests = [request for order in mine for request in self.book.requests(order)]
-            cap = train.stages[stage].max_completion_tokens or train.sampling.max_completion_tokens
-            params = SamplingParams(train.sampling.temperature, cap, self.crew.eos_token_ids)
+            params = self._params(stage)
             completions = [
                 replace(completion, sampler_id=self.name) for completion in self.follower.sampler.generate(requests, params)
             ]
@@ -164,8 +169,35 @@ class SamplerLoop:
             else:
                 self._beat("judging")
 
+    def _choose_mode(self) -> None:
+        """With `sync.mode: auto`, find the faster way into this engine once a run, as soon as there is a policy."""
+        sampler, newest, train = self.follower.sampler, self.follower.store.newest(), self.config.train
+        if train.sync.mode != "auto" or self.follower.version >= 0 or newest is None or not isinstance(sampler, VllmSampler):
+            return
+        known = self.pool.fact(SYNC_MODE)
+        if known is None:
+            self._beat("measuring how policies reach the engine", now=True)
+            orders = [Order(-1, 0, ordinal, self.book.prompt_of(0, ordinal), 0) for ordinal in range(self.num_groups)]
+            requests = [request for order in orders for request in self.book.requests(order)]
+            params = self._params(0)
+            trials = measure_both(self.follower, newest.version, requests, params)
+            syncs = train.batch.optimizer_steps_per_step / train.sync.sync_every  # in a step
+            samples = train.batch.samples_per_step / syncs / max(train.sampler.processes, 1)
+            per_sync = samples * params.max_completion_tokens / 2  # as long as nobody knows better
+            known = choose(trials, per_sync).mode
+            self.pool.set_fact(SYNC_MODE, known)
+            reason = f"measured how policies reach this engine, takes {known}:\n{table(trials, per_sync)}"
+            self.writer.event("sync", reason, mode=known, trials=[trial.facts() for trial in trials])
+        sampler.switch("merge" if known == "merge" else "adapter")
+
+    def _params(self, stage: int) -> SamplingParams:
+        sampling = self.config.train.sampling
+        cap = self.config.train.stages[stage].max_completion_tokens or sampling.max_completion_tokens
+        return SamplingParams(sampling.temperature, cap, self.crew.eos_token_ids)
+
     def _on_progress(self, finished: int, total: int) -> None:
-        self.facts["finished"] += 1
+        self.facts["finished"] += max(finished - self._finished, 0)
+        self._finished = finished if finished < total else 0
         self._beat(f"sampling: {finished} of {total} completions")
 
     def _beat(self, doing: str, now: bool = False) -> None:
@@ -227,7 +259,7 @@ def build(assignment: Assignment, config: CampaignConfig, writer: RunWriter) -> 
     sampler: Sampler
     if train.sampler.kind == "vllm":
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        sampler, server = build_vllm(assignment, config, store, longest, writer)
+        sampler, server = build_vllm(assignment, config, store, longest, base.config.vocab_size, writer)
     else:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         policy = build_policy(base, train, config.campaign.seed)
@@ -240,28 +272,51 @@ def build(assignment: Assignment, config: CampaignConfig, writer: RunWriter) -> 
 
 
 def build_vllm(
-    assignment: Assignment, config: CampaignConfig, store: PolicyStore, longest_prompt: int, writer: RunWriter
+    assignment: Assignment, config: CampaignConfig, store: PolicyStore, longest_prompt: int, vocabulary: int, writer: RunWriter
 ) -> tuple[VllmSampler, VllmServer | None]:
     """Return a sampler over the configured servers, or over one that is started here."""
-    train, vllm = config.train, config.train.sampler.vllm
+    train, vllm, base = config.train, config.train.sampler.vllm, Path(assignment.base)
+    deadline = train.watchdog.deadline_seconds
     server: VllmServer | None = None
-    urls, model = list(vllm.urls), vllm.model
-    if not urls:
+    if vllm.urls:
+        servers, model = running_servers(config, lambda: writer.heartbeat(f"{STARTING}: waiting for vLLM"))
+    else:
+        backbone = quantised_backbone(assignment, config, base, writer)
         caps = [stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages]
-        server = VllmServer(config, Path(assignment.base), assignment.directory, longest_prompt + max(caps))
+        more = {"--quantization": "fp8"} if train.sampler.quantization == "fp8" and backbone == base else {}
+        server = VllmServer(config, backbone, assignment.directory, longest_prompt + max(caps), more, assignment.threads)
         server.wait(lambda: writer.heartbeat(f"{STARTING} vLLM"))
-        urls, model = [server.url], str(Path(assignment.base).resolve())
-    elif not model:
-        model = Server(urls[0], 30.0).ask("/v1/models")["data"][0]["id"]
+        servers, model = [Server(server.url, deadline)], server.name
     sampler = VllmSampler(
-        urls,
+        servers,
         store,
-        Path(assignment.base),
+        base,
         model,
-        train.sync.mode,
+        "merge" if train.sync.mode == "merge" else "adapter",
         vllm.concurrency,
-        train.watchdog.deadline_seconds,
+        deadline,
         assignment.directory / "merged",
         config.merge.max_shard_bytes,
+        namespace=f"{config.campaign.name}-{sha256_text(assignment.run)[:8]}-{assignment.name}",
+        life=secrets.token_hex(3),
+        vocabulary=vocabulary,
+        shared=server is None,
+        ended=server.ended if server is not None else lambda: None,
     )
+    sampler.event = writer.event
     return sampler, server
+
+
+def quantised_backbone(assignment: Assignment, config: CampaignConfig, base: Path, writer: RunWriter) -> Path:
+    """Return the directory that the engine loads: the base, or a copy with matrices of fewer bits."""
+    kind = config.train.sampler.quantization
+    on_gpu = config.machine.device != "cpu" and torch.cuda.is_available()
+    if kind == "none" or (kind == "fp8" and on_gpu):
+        return base
+    writer.heartbeat(f"{STARTING}: quantising the backbone")
+    if not on_gpu:
+        writer.event(
+            "warning", f"no GPU here, where vLLM puts no adapter on {kind} matrices: it gets them rounded to {kind} and back"
+        )
+    target = assignment.directory / f"backbone-{kind}"
+    return write_quantised(base, target, kind, not on_gpu, config.merge.max_shard_bytes)

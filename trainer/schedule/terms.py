@@ -41,7 +41,10 @@ def groups_per_claim(train: Train) -> int:
 
 def probe_tolerance(config: CampaignConfig) -> float:
     """Return the tolerance of the probe."""
-    return config.train.sync.probe_tolerance or (1e-3 if config.base.dtype == "float32" else 5e-2)
+    sampler = config.train.sampler
+    fp8_cache = sampler.kind == "vllm" and sampler.vllm.kv_cache_dtype != "auto"
+    coarse = config.base.dtype != "float32" or sampler.quantization != "none" or fp8_cache
+    return config.train.sync.probe_tolerance or (5e-2 if coarse else 1e-3)
 
 
 def threads_each(threads: int, processes: int) -> int:

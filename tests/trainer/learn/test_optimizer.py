@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
 
 from trainer.config.schema import Optimizer
+from trainer.errors import ConfigError
 from trainer.learn.optimizer import PolicyOptimizer, learning_rate
 
 
@@ -104,3 +108,32 @@ def test_the_first_bad_gradient_has_a_name() -> None:
     (optimizer.parameters["a.weight"] * torch.inf).sum().backward()
     assert not optimizer.grad_norm().isfinite()
     assert optimizer.first_bad_gradient() == "a.weight"
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_moments_give_the_same_bits_also_after_a_checkpoint(
+    offload: Literal["cpu", "nvme"], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kept, moved = weights(dtype), weights(dtype)
+    plain = PolicyOptimizer(kept, Optimizer(learning_rate=1e-2))
+    config = Optimizer(learning_rate=1e-2, offload=offload, offload_small=True)
+    train(plain, range(6))
+    first = PolicyOptimizer(moved, config, tmp_path / "first")
+    train(first, range(3))
+    files = sorted(path.name for path in tmp_path.glob("first/*"))
+    assert files == (["000000.exp_avg", "000000.exp_avg_sq", "000001.exp_avg", "000001.exp_avg_sq"] if offload == "nvme" else [])
+    values = {name: value.clone() for name, value in first.weights().items()}
+    state = {name: value.clone() for name, value in first.state().items()}
+    fresh = weights(dtype)
+    second = PolicyOptimizer(fresh, config, tmp_path / "second")
+    second.load(values, state)
+    train(second, range(3, 6))
+    for name in kept:
+        assert torch.equal(kept[name], fresh[name])
+    assert all(torch.equal(value, second.state()[name]) for name, value in plain.state().items())
+
+
+def test_an_offload_that_saves_nothing_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"16 parameters train.*500,000,000.*offload_small: true"):
+        PolicyOptimizer(weights(), Optimizer(learning_rate=1e-2, offload="cpu"))

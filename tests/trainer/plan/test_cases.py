@@ -225,7 +225,8 @@ def test_one_tenth() -> None:
     assert all(p.verdict.fits for p in (usual, stateless, adapter))
     assert stateless.schedule.devices <= usual.schedule.devices / 8
     assert adapter.schedule.devices <= usual.schedule.devices / 10
-    assert adapter.schedule.device_hours < stateless.schedule.device_hours < usual.schedule.device_hours
+    assert adapter.schedule.devices < stateless.schedule.devices
+    assert max(adapter.schedule.device_hours, stateless.schedule.device_hours) < usual.schedule.device_hours / 4
     assert time.perf_counter() - begin < 30
 
 

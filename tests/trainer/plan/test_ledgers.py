@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from trainer.plan.plan import Plan, make_plan, size
 from trainer.plan.request import Choices, make_request
 from trainer.plan.search import search
 from trainer.plan.skeleton import build_card, library, load_card
+from trainer.plan.work import adapter_traffic, rate_of
 
 H100 = "h100-80gb"
 SMALL_BATCH = {"prompts_per_step": 8, "prompt_tokens": 256.0, "completion_tokens": 256.0}
@@ -143,6 +145,71 @@ def test_recompute_trades_memory_for_time() -> None:
     kept, again = plan(train={"recompute": False, "rule": "stateless"}), plan(train={"recompute": True, "rule": "stateless"})
     assert again.memory.total("device", "train") < 0.7 * kept.memory.total("device", "train")
     assert again.work.train_flops == pytest.approx(kept.work.train_flops * 4 / 3)
+
+
+def test_a_layer_is_updated_when_its_activations_are_gone() -> None:
+    """Layer by layer the update's copies stand where activations stood; tensor by tensor, in backward, beside them."""
+    major = plan(train={"rule": "stateless", "residency": "tiered", "layer_major": True})
+    hooked = plan(train={"rule": "stateless"})
+    assert device(major, "update workspace") == 0
+    assert device(hooked, "update workspace") > 0
+    short = plan(
+        train={"rule": "stateless", "residency": "tiered", "layer_major": True, "head_chunk_tokens": 1},
+        batch={
+            **SMALL_BATCH,
+            "prompts_per_step": 1,
+            "group_size": 1,
+            "micro_batch_tokens": 1,
+            "prompt_tokens": 1,
+            "completion_tokens": 1,
+        },
+    )
+    assert device(short, "activations of one layer, or logits") == 8 * min(short.request.card.largest_tensor, 2**24)
+
+
+def with_hardware(one: Plan, **changes: object) -> Plan:
+    return make_plan(replace(one.request, hardware=one.request.hardware.model_copy(update=changes)))
+
+
+def test_only_groups_with_signal_are_learned_from_unless_a_reference_scores_all() -> None:
+    for kind, times in (("none", 0.5), ("anchors", 0.5), ("int8_streamed", 1.0)):
+        one = plan(reference={"kind": kind})
+        half = with_hardware(one, efficiency=one.request.hardware.efficiency.model_copy(update={"trained_share": 0.5}))
+        assert half.work.train_flops == pytest.approx(times * one.work.train_flops)
+
+
+def test_adapters_cost_traffic_and_operations() -> None:
+    few, many = (plan(train={"method": "lora", "lora": {"target_modules": t}}) for t in (["v_proj"], ["v_proj", "down_proj"]))
+    values, adapters = adapter_traffic(many.request)
+    card = many.request.card
+    assert adapters == 2 * card.num_layers
+    wide = next(one for one in card.linears if one.name.endswith("down_proj"))
+    assert values - adapter_traffic(few.request)[0] == card.num_layers * (10 * wide.d_out + 5 * wide.d_in)
+    assert many.work.train_seconds > few.work.train_seconds
+    assert adapter_traffic(plan().request) == (0.0, 0.0)
+
+
+def test_an_update_costs_what_it_reads_and_writes() -> None:
+    one = plan(train={"rule": "stateless"})
+    rate = one.request.hardware.device.hbm_bytes_per_second
+    assert one.work.update_seconds == pytest.approx(32 * 4 * one.request.card.parameters / rate)
+    assert plan(train={"rule": "adamw", "optimizer_offload": "host"}).work.update_seconds == 0
+
+
+def test_a_cpu_computes_each_type_at_its_own_rate() -> None:
+    one = plan(model="qwen3-0.6b", hardware="cpu-server", train={"rule": "stateless"}, sample={"sequences": 4})
+    rate = one.request.hardware.device.training_flops
+    faster = one.request.hardware.device.model_copy(update={"bfloat16_flops": 4 * rate, "launch_seconds": 0.0})
+    assert rate_of(one.request, one.sizes) == rate
+    assert rate_of(with_hardware(one, device=faster).request, one.sizes) == 4 * rate
+
+
+def test_cold_files_that_fit_are_read_from_the_page_cache() -> None:
+    train = {"rule": "stateless", "residency": "tiered", "cold": "disk", "layer_major": True}
+    one = plan(model="qwen3-0.6b", train=train)
+    assert {one.bandwidth.find(name).link for name in ("layers loaded", "layers written back")} == {"page_cache"}
+    small = one.request.hardware.host.model_copy(update={"memory_bytes": 4e9})
+    assert with_hardware(one, host=small).bandwidth.find("layers loaded").link == "disk"
 
 
 def test_references() -> None:
