@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from flows.console import Console
 from tasks.compare import from_files, page, table
-from tasks.runs import locate, locate_all, read_run
+from tasks.runs import locate, locate_all, places, read_run
 from tasks.sweep import is_sweep
-from tasks.workspace import REPOSITORY
 from trainer.errors import DataError
 from trainer.files import write_text
 
@@ -41,9 +40,7 @@ def compare_runs(words: Sequence[str], objective: str, html: Path | None, from_m
         )
     title = words[0].rstrip("/").rpartition("/")[2] if len(words) == 1 else f"{len(rows)} runs"
     Console().table(table(rows, objective), title)
-    root = next(
-        (path for path in (Path(words[0]), REPOSITORY / words[0], REPOSITORY / "campaigns" / words[0]) if is_sweep(path)), None
-    )
+    root = next((path for path in places(words[0]) if is_sweep(path)), None)
     target = html or (root or Path()) / "compare.html"
     write_text(target, page(title, rows, objective))
     print(f"page: {target}")

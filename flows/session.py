@@ -38,7 +38,7 @@ from trainer.errors import StopRequested, TitheError
 
 RETRY_SECONDS = (1, 10)
 STOPPED_SECONDS = 5.0  # what a person who stops a campaign waits for MLflow, which goes on by itself
-_HEALING_CODES = (1, 7, 255)  # a crash, a lock that a survivor held, a fork server that was killed
+_HEALING_CODES = (1, 7, 11, 255)  # a crash, a lock that a survivor held, a rank that died, a fork server that was killed
 
 Beat = dict[str, Any]
 How = Literal["made", "cached", "restored"]

@@ -35,7 +35,7 @@ from tasks.registry import Stage
 from tasks.search import is_hopeless, propose
 from tasks.sweep import OUTCOME, Outcome, Spec, Sweep, Trial, make_sweep, short_keys, sweep_name
 from tasks.tracking import Shipper, is_behind
-from tasks.workspace import REPOSITORY, params_of, state_directory
+from tasks.workspace import campaigns_directory, params_of, state_directory
 from trainer.config import CampaignConfig
 from trainer.errors import BusyError, ConfigError, StopRequested, TitheError, name_os_error
 from trainer.files import canonical_json, sha256_text, write_json
@@ -71,7 +71,7 @@ def resolve_sweep(asked: Asked) -> tuple[Sweep, int]:
     name = asked.name or sweep_name(config, asked.spec)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise ConfigError("--name", name, "is no name; use lower-case letters, digits and . _ -, at most 63")
-    root = (asked.root or REPOSITORY / "campaigns" / name).resolve()
+    root = (asked.root or campaigns_directory() / name).resolve()
     stages = load_stages(asked.stages_name) if asked.stages_name else ()
     cores = len(os.sched_getaffinity(0))
     workers = asked.workers or default_workers(config, cores)

@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.command import load_stages
 from tasks.record import config_hash
-from tasks.workspace import REPOSITORY, Workspace
+from tasks.workspace import REPOSITORY, Workspace, campaigns_directory
 from trainer.config import CampaignConfig, load_config, read_yaml
 
 PARAMS = REPOSITORY / "params.yaml"
@@ -60,6 +59,6 @@ def resolve_workspace(
     """
     if root is None:
         is_default = config_hash(config) == config_hash(load_config(params))
-        folder = Path(os.environ.get("TITHE_CAMPAIGNS") or REPOSITORY / "campaigns")
+        folder = campaigns_directory()
         root = REPOSITORY if is_default else folder / config.campaign.name
     return Workspace(root.resolve(), config, run_directory and run_directory.resolve(), load_stages(stages_name), stages_name)

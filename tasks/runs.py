@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.record import Record, read_record, truth
 from tasks.sweep import is_sweep, read_sweep
-from tasks.workspace import REPOSITORY, Workspace
+from tasks.workspace import REPOSITORY, Workspace, campaigns_directory
 from trainer.config import CampaignConfig, validate
 from trainer.errors import ConfigError, DataError, first_line, nearest
 from trainer.files import read_json
@@ -26,8 +26,9 @@ Series = dict[str, list[tuple[float, float]]]  # metric -> (step, value), finite
 
 def known_runs() -> list[Path]:
     """Return every run directory of this repository, the newest last."""
-    patterns = ("runs/*/config.json", "campaigns/*/runs/*/config.json", "campaigns/*/*/runs/*/config.json")
-    found = [path.parent for pattern in patterns for path in REPOSITORY.glob(pattern)]
+    patterns = ("*/runs/*/config.json", "*/*/runs/*/config.json")  # of campaigns, of sweeps
+    found = [path.parent for path in REPOSITORY.glob("runs/*/config.json")]
+    found += [path.parent for pattern in patterns for path in campaigns_directory().glob(pattern)]
     return sorted(found, key=_age)
 
 
@@ -36,13 +37,18 @@ def _age(run: Path) -> float:
     return record.started if record is not None else (run / "config.json").stat().st_mtime
 
 
+def places(word: str) -> tuple[Path, ...]:
+    """Return the folders that a word may name."""
+    return Path(word), REPOSITORY / word, campaigns_directory() / word
+
+
 def locate(word: str) -> Path:
     """Return the run directory that a word means.
 
     Raises:
         DataError: it means none; names the nearest that there is.
     """
-    for path in (Path(word), REPOSITORY / word, REPOSITORY / "campaigns" / word):
+    for path in places(word):
         found = _at(path)
         if found is not None:
             return found.resolve()
@@ -61,10 +67,10 @@ def _at(path: Path) -> Path | None:
         return path
     if is_sweep(path):
         sweep = read_sweep(path)
-        places = [sweep.workspace(trial).run for trial, outcome in sweep.ranking() if outcome.state == "done"]
-        if not places:
+        done = [sweep.workspace(trial).run for trial, outcome in sweep.ranking() if outcome.state == "done"]
+        if not done:
             raise DataError(str(path), "is a sweep of which no trial is done yet; run it, or name one of its trials")
-        return places[0]
+        return done[0]
     runs = sorted((found.parent for found in path.glob("runs/*/config.json")), key=_age) if path.is_dir() else []
     if runs:
         return runs[-1]
@@ -77,7 +83,7 @@ def locate_all(words: Iterable[str]) -> list[Path]:
     """Return the run directories that words mean; a sweep means all its trials that were begun."""
     found: list[Path] = []
     for word in words:
-        roots = [path for path in (Path(word), REPOSITORY / word, REPOSITORY / "campaigns" / word) if is_sweep(path)]
+        roots = [path for path in places(word) if is_sweep(path)]
         if roots:
             sweep = read_sweep(roots[0])
             runs = [sweep.workspace(trial).run for trial in sweep.trials]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tasks.anchors import origin_of
 from tasks.command import main
+from tasks.ranks import Rank, launch
 from tasks.registry import StagePaths
 from trainer.anchors.guard import AnchorGuard
 from trainer.anchors.recall import AdapterRecall, BaseRecall, Recall
@@ -34,6 +35,7 @@ from trainer.engine.build import (
     recalled_int8,
 )
 from trainer.engine.port import Engine
+from trainer.engine.team import ALONE, Team
 from trainer.errors import ConfigError
 from trainer.files import read_manifest
 from trainer.learn.anchored import AnchorTerm
@@ -41,6 +43,7 @@ from trainer.learn.learner import Learner
 from trainer.learn.plain import PlainEngine
 from trainer.learn.tiered import TieredAdapterEngine
 from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
+from trainer.memory.sharded import ShardedSource
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
 from trainer.policy.policy import Policy, build_policy
@@ -51,6 +54,7 @@ from trainer.rollout.embedded import EmbeddedSampler
 from trainer.schedule.preflight import look, record
 from trainer.schedule.stop import StopWish, deferred_stop
 from trainer.schedule.sync import Crew, Run, SyncSchedule, begin_anew_after_success
+from trainer.schedule.team import TeamSampler, TeamVerifier, TeamWish
 from trainer.types import Prompt, Sampler, SamplingParams, Verifier
 
 CURVE, OPTIMIZER_STATE = "curve.csv", "optimizer"
@@ -106,27 +110,30 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
         )
 
 
-def load_policy(config: CampaignConfig, paths: StagePaths) -> tuple[Policy, Engine | None]:
+def load_policy(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> tuple[Policy, Engine | None]:
     """Return the base as a policy, its weights in their place, and the engine over them; None stands for the plain one."""
     train, base = config.train, paths.inputs["base"]
     if not train.layer_major:
         policy = build_policy(load_model(base, config.base.dtype, config.machine.device), train, config.campaign.seed)
         return policy, PlainEngine(policy, train, paths.run / OPTIMIZER_STATE)
-    model, residency = place_weights(base, config.base.dtype, config.machine.device, train, paths.run)
+    mesh = rank.mesh if rank else None
+    model, residency = place_weights(base, config.base.dtype, config.machine.device, train, paths.run, mesh)
     policy = replace(build_policy(model, train, config.campaign.seed), residency=residency)
     if train.method == "full":
         return policy, build_stateless(residency, train, config.campaign.seed)
     return policy, TieredAdapterEngine(policy, train, residency, boundary_device(train.memory))
 
 
-def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None) -> Learner:
+def build_learner(
+    config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None, rank: Rank | None = None
+) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
         made_by = origin_of(read_manifest(paths.inputs["base"]) or {})
         store = open_anchors(paths.inputs["anchors"], made_by, train.sampling.temperature)
         kl = train.algorithm.kl
         anchors = AnchorTerm(store, kl.anchor_batch_size, train.batch.micro_batch_tokens, seed, kl.direction)
-    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths))
+    return Learner(policy, train, seed, anchors, RunWriter(paths.run).event, engine, build_reference(config, paths, rank))
 
 
 def build_guard(
@@ -136,6 +143,7 @@ def build_guard(
     sampler: Sampler,
     prompts: list[Prompt],
     eos: tuple[int, ...],
+    rank: Rank | None = None,
 ) -> AnchorGuard | None:
     """Return who watches the learner's anchors, where it has any."""
     if learner.anchors is None:
@@ -143,7 +151,8 @@ def build_guard(
     policy, writer, base = learner.policy, RunWriter(paths.run), paths.inputs["base"]
 
     def load(recalled: Callable[..., AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-        return lambda: recalled(base, config.base.dtype, config.machine.device, config.train, paths.run)
+        mesh = rank.mesh if rank else None
+        return lambda: recalled(base, config.base.dtype, config.machine.device, config.train, paths.run, mesh)
 
     def beat(done: int, total: int) -> None:
         writer.heartbeat("making anchors anew", done, total)
@@ -151,7 +160,7 @@ def build_guard(
     recall = BaseRecall(load(recalled_base)) if policy.adapter is None else AdapterRecall(policy.model)
     by: dict[str, Recall] = {"resident": BaseRecall(load(recalled_base)), "int8_streamed": BaseRecall(load(recalled_int8))}
     made_by = origin_of(read_manifest(base) or {})
-    place = (paths.run / "anchors", writer.event, beat)
+    place = ((rank.first_run if rank else paths.run) / "anchors", writer.event, beat)
     return AnchorGuard(
         config.anchors,
         config.train,
@@ -164,14 +173,16 @@ def build_guard(
         recall,
         *place,
         scored_by=by.get(config.anchors.reference),
+        team=rank.team if rank else ALONE,
     )
 
 
-def build_reference(config: CampaignConfig, paths: StagePaths) -> Int8Reference | None:
+def build_reference(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> Int8Reference | None:
     """Return the base with 8-bit weights, where the configuration asks for it as reference."""
     if config.train.algorithm.kl.reference != "int8_streamed":
         return None
-    return place_reference(paths.inputs["base"], config.base.dtype, config.machine.device, config.train, paths.run)
+    mesh = rank.mesh if rank else None
+    return place_reference(paths.inputs["base"], config.base.dtype, config.machine.device, config.train, paths.run, mesh)
 
 
 def tell_error(learner: Learner, prompts: Sequence[Prompt], event: Callable[..., None]) -> None:
@@ -207,7 +218,8 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
 
     def look_and_record(writer: RunWriter) -> None:
         tell_error(crew.learner, crew.heldout, writer.event)
-        for sentence in size_warnings(crew.verifier, num_parameters):
+        verifier = crew.verifier.verifier if isinstance(crew.verifier, TeamVerifier) else crew.verifier
+        for sentence in size_warnings(verifier, num_parameters) if verifier else ():
             writer.event("warning", sentence)
         if prompts:
             writer.heartbeat("looking at the reward")
@@ -217,49 +229,83 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     return look_and_record
 
 
+def together(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets ranks run different numbers of forward passes of a sharded policy."""
+    residency = policy.residency
+    assert residency is not None
+    source = residency.source
+    assert isinstance(source, ShardedSource)
+    return lambda: source.together(residency.walk)
+
+
+def save_policy(policy: Policy, paths: StagePaths, tokenizer: Any, team: Team) -> None:
+    """Write the policy, by the first rank; the others give it their pieces."""
+    if team.is_first:
+        policy.save(paths.out, tokenizer)
+    else:
+        assert policy.residency is not None
+        assert not list(policy.residency.source.peek())
+
+
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
-    """Train, from the newest checkpoint where there is one, and write the policy.
+    """Train, from the newest checkpoint where there is one, and write the policy; over ranks, where weights are sharded.
 
     Raises:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
-    place = Run(paths.run, paths.identity)
+    return launch(config, paths) if config.train.memory.weights == "sharded" else train(config, paths)
+
+
+def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> dict[str, Any]:
+    """Do it in this process.
+
+    Args:
+        rank: of the team that this process is one of; its run directory is then `paths.run`.
+    """
+    team = rank.team if rank else ALONE
+    place = Run(paths.run, paths.identity, team, rank.first_run if rank else None)
     if config.train.schedule != "sync" and (paths.run / RESULT).exists():
         from trainer.schedule.asynchronous import forget_experience
 
         forget_experience(config, place)
     begin_anew_after_success(place)
-    verifier = build_verifier(config.reward)  # first: its workers start while the model loads
+    judge = build_verifier(config.reward) if team.is_first else None  # first: its workers start while the model loads
+    verifier = TeamVerifier(team, judge) if judge is None or rank else judge
     try:
-        return train_with(verifier, config, paths, place)
+        return train_with(verifier, config, paths, place, rank)
     finally:
         verifier.close()
 
 
-def train_with(verifier: Verifier, config: CampaignConfig, paths: StagePaths, place: Run) -> dict[str, Any]:
-    """Train with a verifier that somebody else closes; see `run`."""
-    train = config.train
+def train_with(
+    verifier: Verifier, config: CampaignConfig, paths: StagePaths, place: Run, rank: Rank | None = None
+) -> dict[str, Any]:
+    """Train with a verifier that somebody else closes; see `train`."""
+    train, team = config.train, place.team
     prompts = read_prompts(paths.inputs["prompts"], "train")
     heldout = read_prompts(paths.inputs["prompts"], "heldout")[: train.heldout.num_prompts]
     tokenizer = load_tokenizer(paths.inputs["base"])
-    policy, engine = load_policy(config, paths)
+    policy, engine = load_policy(config, paths, rank)
     check_vocabulary(policy.model, tokenizer, paths.inputs["base"])
     check_lengths(config, prompts + heldout, policy.model)
-    learner = build_learner(config, paths, policy, engine)
+    learner = build_learner(config, paths, policy, engine, rank)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
+    sampler: Sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
+    if rank is not None:
+        sampler = TeamSampler(rank.team, sampler, together(policy))
     try:
         eos = eos_token_ids(policy.model, tokenizer)
-        guard = build_guard(config, paths, learner, sampler, prompts, eos)
+        guard = build_guard(config, paths, learner, sampler, prompts, eos, rank)
         crew = Crew(learner, sampler, verifier, tokenizer, prompts, heldout, eos, guard)
-        with deferred_stop() as wish:
+        with deferred_stop() as own_wish:
+            wish = TeamWish(rank.team, own_wish) if rank else own_wish
             choose_schedule(config, crew, paths, place, wish, first_look(config, crew, policy)).run()
     finally:
         sampler.close()
-    policy.save(paths.out, tokenizer)
+    save_policy(policy, paths, tokenizer, team)
     clear_tiers(policy, learner)
     shutil.rmtree(paths.run / OPTIMIZER_STATE, ignore_errors=True)
-    curve = write_curve(paths.run, paths.out / CURVE)
+    curve = write_curve(paths.run, paths.out / CURVE) if team.is_first else {}
     return {"method": train.method, "policy_version": learner.version, "num_trainable_parameters": policy.num_trainable, **curve}
 
 

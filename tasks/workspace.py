@@ -49,6 +49,11 @@ def server_database(part: str, driver: str) -> str | None:
     return urlunsplit(parts._replace(scheme=f"postgresql+{driver}", path=f"{parts.path}_{part}"))
 
 
+def campaigns_directory() -> Path:
+    """Return where campaigns beside the default one lie: TITHE_CAMPAIGNS, or `campaigns/` in the repository."""
+    return Path(os.environ.get("TITHE_CAMPAIGNS") or REPOSITORY / "campaigns")
+
+
 def pick(tree: dict[str, Any], dotted: str) -> Any:
     """Return the value at a dotted key of a configuration tree."""
     node: Any = tree

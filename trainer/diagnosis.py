@@ -97,7 +97,8 @@ def pace(signs: Signs) -> dict[str, float]:
 
 def diagnose(signs: Signs) -> list[Finding]:
     """Return what is wrong with a run, the worst first; empty for a healthy one."""
-    found = {finding.symptom: finding for rule in RULES if (finding := rule(signs)) is not None}
+    rules = RULES if signs.num_steps >= ENOUGH_STEPS else (hang, host_memory)
+    found = {finding.symptom: finding for rule in rules if (finding := rule(signs)) is not None}
     if "collapse" in found or "KL explosion" in found:
         found.pop("no signal", None)  # the end of it, and no cause
     if "gamed reward" in found and fall(signs.values("reward/mean")) is None:

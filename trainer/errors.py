@@ -10,6 +10,7 @@ TitheError
  |- ResourceError     8   disk or memory is exhausted, or a file cannot be written; what was written before is intact
  |- StalledError      9   a wait passed its deadline: names who was waited for
  |- MismatchError    10   sampler and learner give other log-probs for the same tokens
+ |- RankError        11   a rank of a sharded run died or was lost: names it
  `- StopRequested    75  asked to stop (SIGTERM, SIGINT); a checkpoint was written, run again to go on
 
 A bad sample is none of these: it is data with a status (see trainer.types.Verdict). A broken invariant is an `assert`.
@@ -114,6 +115,12 @@ class MismatchError(TitheError):
     """Sampler and learner disagree on the log-probs of fixed tokens, so training would be wrong."""
 
     exit_code = 10
+
+
+class RankError(TitheError):
+    """A rank of a run over several processes is gone, and the others cannot go on without it."""
+
+    exit_code = 11
 
 
 class StopRequested(TitheError):

@@ -20,6 +20,7 @@ from typing import Any
 from trainer.files import disk_full_is_named, write_text
 
 METRICS, EVENTS, HEARTBEAT, RESULT = "metrics.jsonl", "events.jsonl", "heartbeat", "result.json"
+STAGE_PID = "TITHE_STAGE_PID"  # of the stage's own process, in those that work for it: the heartbeat is the stage's
 
 
 def read_heartbeat(directory: Path) -> dict[str, Any] | None:
@@ -102,7 +103,8 @@ class RunWriter:
 
     def heartbeat(self, doing: str, step: int = 0, total: int = 0) -> None:
         """Say that the process lives, what it does and how far it is."""
-        beat = {"time": time.time(), "pid": os.getpid(), "step": step, "total": total, "doing": doing}
+        pid = int(os.environ.get(STAGE_PID) or os.getpid())
+        beat = {"time": time.time(), "pid": pid, "step": step, "total": total, "doing": doing}
         temporary = self.directory / f".{HEARTBEAT}.tmp"
         with disk_full_is_named(temporary):
             temporary.write_text(json.dumps(beat))

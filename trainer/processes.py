@@ -20,17 +20,18 @@ from trainer.errors import StopRequested
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(is_alive: Callable[[], bool]) -> None:
-    """Ask the kernel for SIGTERM when the process that started this one ends, however it ends (Linux).
+def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when the process that started this one ends, however it ends (Linux).
 
     Args:
         is_alive: whether that process is still there; asked afterwards, because it may have ended before.
+        number: the signal.
 
     Raises:
         StopRequested: it has ended already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if not is_alive():
         raise StopRequested("the process that started this one is gone")

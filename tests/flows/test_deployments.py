@@ -65,8 +65,9 @@ class Up:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self.process.stdout as said:
+            for line in said:
+                self.lines.append(line.rstrip())
 
     def said(self, text: str) -> bool:
         return any(text in line for line in self.lines)
@@ -209,7 +210,8 @@ def test_a_campaign_started_by_the_api_runs_to_the_end_and_shows_what_a_person_l
 
 
 def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> None:
-    campaign, evaluate, plan = (up.api.ask("GET", f"deployments/name/{flow}/tithe") for flow in ("campaign", "evaluate", "plan"))
+    found = {flow: up.api.ask("GET", f"deployments/name/{flow}/tithe") for flow in ("campaign", "sweep", "evaluate", "plan")}
+    campaign, sweep, evaluate, plan = found.values()
     form = campaign["parameter_openapi_schema"]["properties"]
     assert list(form) == ["recipe", "name", "overrides", "force"]
     assert form["recipe"]["enum"] == list(recipe_names())
@@ -217,12 +219,14 @@ def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> Non
     assert "key=value" in form["overrides"]["description"]
     assert form["force"]["items"]["enum"][0] == "prepare"
     assert "recipes/plans/stateless-1t.yaml" in plan["parameter_openapi_schema"]["properties"]["target"]["enum"]
-    schedules = [schedule for deployment in (campaign, evaluate) for schedule in deployment["schedules"]]
+    schedules = [schedule for deployment in (campaign, sweep, evaluate) for schedule in deployment["schedules"]]
     assert [(entry["slug"], entry["active"], bool(entry["schedule"]["cron"])) for entry in schedules] == [
         ("nightly", False, True),
         ("weekly", False, True),
+        ("weekly", False, True),
     ]
     assert campaign["tags"] == ["campaign"]
+    assert sweep["parameter_openapi_schema"]["properties"]["search"]["enum"] == ["grid", "random", "optuna"]
     queue = up.api.ask("GET", "work_pools/tithe/queues/device")
     assert queue["concurrency_limit"] >= 1
 
@@ -232,7 +236,7 @@ def test_a_schedule_that_a_person_switched_on_stays_on(up: Up, monkeypatch: pyte
     (deployment, _), schedule = next(entry for entry in switches(up.api).items() if entry[0][1] == "nightly")
     up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": True})
     try:
-        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe"]
+        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe", "sweep/tithe"]
         assert [s["active"] for (_, slug), s in switches(up.api).items() if slug == "nightly"] == [True]
     finally:
         up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": False})

@@ -74,6 +74,7 @@ def test_the_page_holds_the_table_a_line_per_run_and_no_script(rows: list[Row]) 
 
 def test_a_run_is_found_by_what_a_person_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.runs.REPOSITORY", tmp_path)
+    monkeypatch.setenv("TITHE_CAMPAIGNS", str(tmp_path / "campaigns"))
     monkeypatch.chdir(tmp_path)
     old = make_run(tmp_path / "campaigns" / "mine", "mine-1", "1e-4", [0.1])
     new = make_run(tmp_path / "campaigns" / "mine", "mine-2", "2e-4", [0.1])

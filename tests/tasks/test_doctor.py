@@ -200,6 +200,12 @@ def test_steps_slower_than_planned_name_the_phase(healthy: Signs) -> None:
     assert (finding.symptom, finding.where) == ("slower than planned", "learner")
 
 
+def test_two_steps_say_nothing_about_speed(healthy: Signs) -> None:
+    young = replace(healthy, series={name: points[:2] for name, points in healthy.series.items()}, planned={"step_seconds": 1e-3})
+    assert diagnose(young) == []
+    assert [finding.symptom for finding in diagnose(replace(young, error="gave no sign of life"))] == ["hang"]
+
+
 def test_curves_that_only_waver_have_not_fallen() -> None:
     assert fall([0.5, 0.6, 0.5, 0.62, 0.55, 0.6, 0.52, 0.6, 0.5, 0.58]) is None
     assert fall([0.1, 0.3, 0.5, 0.7, 0.9, 0.9]) is None

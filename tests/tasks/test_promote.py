@@ -16,6 +16,7 @@ import torch
 from tasks.promote import ORIGIN, NotBetter, export, gate, promote
 from tasks.record import begin, config_hash, finish
 from tasks.registry import STAGES
+from tasks.tracking import tracking_uri
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import as_tree, load_config
 from trainer.errors import BusyError, ConfigError, DataError, ModelError
@@ -161,12 +162,12 @@ def test_a_promoted_model_is_a_version_with_evaluation_lineage_and_alias(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("TITHE_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     workspace = finished()
     verdict, versions = promote(workspace.run)
     assert verdict.passes
     assert [(v.name, v.number, v.was_there) for v in versions] == [("adder", 1, False), ("adder-adapter", 1, False)]
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    client = MlflowClient(tracking_uri=tracking_uri())
     version = client.get_model_version_by_alias("adder", "champion")
     assert version.version == 1
     assert version.tags["path"] == str(workspace.artifact("merged"))

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from trainer.anchors.store import (
     rebuild_shards,
 )
 from trainer.config.schema import Anchors, RLStage, Train
+from trainer.engine.team import ALONE, Team
 from trainer.errors import DataError
 from trainer.files import MANIFEST, new_directory, write_manifest
 from trainer.learn.kl import full_kl
@@ -113,6 +116,7 @@ class AnchorGuard:
         directory: `<run>/anchors`.
         event: takes (kind, reason, step, **facts).
         beat: takes (finished, total) completions while anchors are made.
+        team: of ranks that do all of this alike; the first one writes.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class AnchorGuard:
         event: Event,
         beat: Callable[[int, int], None] | None = None,
         scored_by: Recall | None = None,
+        team: Team = ALONE,
     ):
         assert learner.anchors is not None
         first = learner.anchors.source
@@ -137,7 +142,7 @@ class AnchorGuard:
         self.config, self.train, self.seed, self.learner, self.sampler = config, train, seed, learner, sampler
         self.prompts, self.eos_token_ids, self.origin, self.recall = prompts, eos_token_ids, origin, recall
         self.scored_by = scored_by or recall
-        self.directory, self.event, self.beat, self.term = directory, event, beat, learner.anchors
+        self.directory, self.event, self.beat, self.term, self.team = directory, event, beat, learner.anchors, team
         self.first = self.store = first
         self.version, self.made_at = 0, 0  # of the anchors in use: number, and step after which they were made
         self.tokens = 0  # that the reference was fed since the last step
@@ -209,7 +214,7 @@ class AnchorGuard:
         before, _ = self.term.measure(engine, policy.device, most)
         version = Version(self.version + 1, self.learner.version, self.config.source)
         target = self.directory_of(version.version)
-        with new_directory(target) as out:
+        with self._written(target) as out:
             facts = self._build(out, version, stage)
             write_manifest(out, {**facts, "reference": self.config.reference, "step": step, "reason": reason})
         self._use(open_anchors(target, self.origin), version.version, step)
@@ -259,6 +264,17 @@ class AnchorGuard:
         self.tokens += facts["num_fed_tokens"]
         return facts
 
+    @contextmanager
+    def _written(self, target: Path) -> Iterator[Path]:
+        """Build a directory on the first rank, and on the others for nothing: they are needed to compute what is in it."""
+        if self.team.is_first:
+            with new_directory(target) as out:
+                yield out
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                yield Path(scratch)
+        self.team.wait()
+
     def directory_of(self, version: int) -> Path:
         return self.directory / f"v{version:06d}"
 
@@ -282,7 +298,8 @@ class AnchorGuard:
 
     def begin(self) -> None:
         """Begin a run anew: with the stage's anchors."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.team.is_first:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._use(self.first, 0, 0)
 
     def state(self) -> dict[str, Any]:
@@ -302,7 +319,7 @@ class AnchorGuard:
             self._use(self.first, 0, 0)
             return
         target = self.directory_of(version)
-        damaged = damaged_files(target)
+        damaged = self.team.share(lambda: damaged_files(target))
         if damaged and not self._rebuilt(target, damaged, step):
             self.version = version - 1  # the one that is made now takes the lost one's place
             lost = f"v{version:06d} is damaged ({', '.join(damaged)}) and cannot be scored again; the run goes on, to other bits"
@@ -317,8 +334,11 @@ class AnchorGuard:
         """Score damaged shards again; return whether the version is whole again."""
         if self.config.source == "policy":
             return False
-        with self.scored_by.called() as voice:
-            whole = rebuild_shards(target, damaged, voice)
+        with self.scored_by.called() as voice, tempfile.TemporaryDirectory() as scratch:
+            mine = target if self.team.is_first else Path(shutil.copytree(target, Path(scratch) / target.name))
+            self.team.wait()
+            whole = rebuild_shards(mine, damaged, voice)
+            self.team.wait()
         if whole:
             names = ", ".join(damaged)
             self.event("rebuild", f"{target.name}: {names} did not match its sha256; scored again to the same bytes", step=step)

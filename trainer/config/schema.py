@@ -331,8 +331,9 @@ class Optimizer(Section):
 class Memory(Section):
     """Where the weights are while they do not compute. `tiered` and `stateless` run layer by layer over all micro-batches."""
 
-    weights: Literal["resident", "tiered"] = "resident"
-    """`resident`: in the memory of the device. `tiered`: on a disk or the host, fetched layer by layer ahead of their use."""
+    weights: Literal["resident", "tiered", "sharded"] = "resident"
+    """`resident`: in the memory of the device. `tiered`: on a disk or the host, fetched layer by layer ahead of their use.
+    `sharded`: a piece of every layer on each of machine.ranks processes (torch FSDP2); one is whole only while it computes."""
     split: bool = False
     """Keep bfloat16 weights with 16 more bits that only the update reads: exact float32 for 4 bytes a weight."""
     source: Literal["disk", "host"] = "disk"
@@ -350,8 +351,11 @@ class Memory(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Memory:
-        if self.weights == "resident" and self.resident_layers:
-            refuse("resident_layers", self.resident_layers, "all layers are resident; set weights: tiered, or leave this out")
+        if self.weights != "tiered" and self.resident_layers:
+            other = "all layers are resident" if self.weights == "resident" else "sharded layers lie in pieces"
+            refuse("resident_layers", self.resident_layers, f"{other}; set weights: tiered, or leave this out")
+        if self.weights == "sharded" and self.split:
+            refuse("split", True, "pieces of sharded weights have no lower halves; leave it out, or set base.dtype: float32")
         return self
 
 
@@ -691,6 +695,8 @@ class Train(Section):
             refuse("lora.dropout", self.lora.dropout, "tiered weights recompute each layer without its random state; set 0")
         if tiered and self.optimizer.offload != "none":
             refuse("optimizer.offload", self.optimizer.offload, "with tiered weights the adapter's state stays; set none")
+        if self.memory.weights == "sharded":
+            self._check_sharded()
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
         if self.schedule != "sync":
@@ -715,6 +721,15 @@ class Train(Section):
         if self.sync.mode != "adapter":
             problem = "rounding a merged backbone again would lose the adapter's change; set sync.mode: adapter"
             refuse("sync.mode", self.sync.mode, problem)
+
+    def _check_sharded(self) -> None:
+        if self.method == "lora" or self.optimizer.kind != "stateless":
+            fix = "set method: full and optimizer.kind: stateless, or memory.weights: tiered for the backbone of an adapter"
+            refuse("memory.weights", "sharded", f"pieces move by a stateless rule, all weights of them; {fix}")
+        if self.optimizer.rule == "sinkhorn":
+            refuse("optimizer.rule", "sinkhorn", "needs rows and columns whole, which no rank of a sharded run has; set rms")
+        if self.schedule != "sync":
+            refuse("schedule", self.schedule, "the ranks of a sharded run sample and learn in step; set schedule: sync")
 
     def _check_pooled(self) -> None:
         if self.schedule == "colocated" and self.method == "full":
@@ -1016,10 +1031,26 @@ class Report(Section):
 
 
 class Machine(Section):
+    """What computes. Never part of a result's identity: a run may go on with another number of ranks."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where torch computes; `auto` takes a GPU if there is one."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Torch threads of the worker; 0 takes all cores."""
+    """Torch threads of the worker, of all its ranks together; 0 takes all cores."""
+    ranks: Annotated[int, Field(ge=0)] = 0
+    """Processes on each machine that share the weights; only with train.memory.weights: sharded. 0: one a GPU, or one."""
+    nodes: Count = 1
+    """Machines that do so; each of the others is started with the command that the run's first event tells."""
+    rendezvous: str = ""
+    """host:port of one of those machines, at which all ranks meet; needed with more than one."""
+    patience_seconds: Positive = 1800.0
+    """Time that a rank waits for the others, for their start too; then the run ends with a named error."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Machine:
+        if self.nodes > 1 and not re.fullmatch(r"[^:\s]+:\d+", self.rendezvous):
+            refuse("rendezvous", self.rendezvous, f"{self.nodes} machines need a place to meet; set host:port of one of them")
+        return self
 
 
 class Limits(Section):
@@ -1061,6 +1092,10 @@ class CampaignConfig(Section):
                 refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
         if self.train.memory.split and self.base.dtype == "float32":
             refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
+        if self.train.memory.weights != "sharded" and max(self.machine.ranks, self.machine.nodes) > 1:
+            key = "ranks" if self.machine.ranks > 1 else "nodes"
+            problem = "only sharded weights have several; set train.memory.weights: sharded, or leave it out"
+            refuse(f"machine.{key}", getattr(self.machine, key), problem)
         self._check_anchors()
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")

@@ -3,26 +3,28 @@
     local gradient of a unit -> reduce-scatter -> this rank's piece, float32 -> squares of every matrix, added over ranks
     -> heartbeat -> clip -> update of the piece
 
-Every rank is given all terms, and runs each `num_ranks`-th; losses and norms are added up over ranks before anything is decided.
-`sinkhorn` needs rows and columns whole, and is refused; weight decay reaches rows of an embedding that no token used, too.
+Every rank is given all terms, and runs each `num_ranks`-th through the model. Scores go to all ranks, so losses and metrics are
+the same floats everywhere; norms are added up over ranks before anything is decided. `sinkhorn` needs rows and columns whole, and
+is refused; weight decay reaches rows of an embedding that no token used, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.engine.port import Outcome, Term, TokenScores
+from trainer.engine.port import Outcome, Term, TokenScores, Work
 from trainer.engine.stateless import Mover, StatelessEngine, Watch, group_of, slopes_of
 from trainer.memory.anatomy import Part, Unit
+from trainer.memory.int8 import Int8Reference, Int8Source
 from trainer.memory.journal import UnitUndo
 from trainer.memory.rules import Step, direction
-from trainer.memory.schedule import Gradients
+from trainer.memory.schedule import Gradients, LayerMajor
 from trainer.memory.sharded import ShardedSource
 
 
@@ -70,7 +72,7 @@ class ShardWatch(Watch):
     def reduced(self, unit: Unit, gradients: Gradients) -> tuple[int, Tensor, Tensor]:
         """Return where this rank's piece begins, the sum over ranks of its gradient, and all parts' squares."""
         device = next(iter(gradients.values())).device
-        flat = torch.zeros(unit.numel, device=device)
+        flat = torch.zeros(self.source.padded_length(unit.name), device=device)
         for part in unit.parts:
             if part.name in gradients:
                 part.view(flat).copy_(gradients.pop(part.name))
@@ -128,13 +130,15 @@ class ShardedEngine(StatelessEngine):
     def step(self, terms: Sequence[Term], rate: float, number: int) -> Outcome:
         if not terms:
             return Outcome(True, 0.0, 0.0)
-        mine = list(terms[self.source.rank :: self.source.num_ranks])
-        idle = not mine  # it runs along without a say: the others need it to gather and to reduce
-        passage = self.schedule.forward([term.work for term in (mine or terms[:1])])
+        works = [term.work for term in terms]
+        passage = self.schedule.forward(share_of(works, self.source))
         scores = [seen.scores() for seen in passage.scored]
-        loss, slopes = slopes_of(mine, scores) if not idle else (0.0, [_silent(found) for found in scores])
-        loss = float(self.source.total(torch.tensor([loss], dtype=torch.float64)))
-        return self._finish(passage, loss, slopes, rate, number)
+        loss, slopes = slopes_of(terms, all_scores(works, scores, self.source))
+        mine = slopes[self.source.rank :: self.source.num_ranks] or [_silent(found) for found in scores]
+        return self._finish(passage, loss, mine, rate, number)
+
+    def score(self, works: Sequence[Work]) -> list[TokenScores]:
+        return shared_scores(works, self.schedule, self.source)
 
     def _watch(self) -> Watch:
         return ShardWatch(self.source, self.heartbeat)
@@ -144,6 +148,46 @@ class ShardedEngine(StatelessEngine):
 
     def _reduced(self, sums: Tensor) -> Tensor:
         return self.source.total(sums)
+
+
+class ShardedReference(Int8Reference):
+    """As `Int8Reference`, its bytes sharded over ranks, each of which scores its share."""
+
+    def score(self, works: Sequence[Work]) -> list[TokenScores]:
+        outer = self.residency.source
+        assert isinstance(outer, Int8Source)
+        assert isinstance(outer.inner, ShardedSource)
+        return shared_scores(works, self.schedule, outer.inner)
+
+
+def share_of(works: Sequence[Work], source: ShardedSource) -> list[Work]:
+    """Return this rank's works; one that has none runs along with the first: the others need it to gather and to reduce."""
+    return list(works[source.rank :: source.num_ranks] or works[:1])
+
+
+def shared_scores(works: Sequence[Work], schedule: LayerMajor, source: ShardedSource) -> list[TokenScores]:
+    """Return the scores of all works, each of which one rank has run."""
+    return all_scores(works, schedule.score(share_of(works, source)), source) if works else []
+
+
+def all_scores(works: Sequence[Work], mine: Sequence[TokenScores], source: ShardedSource) -> list[TokenScores]:
+    """Return the scores of all works on every rank, given those of this rank's share."""
+    device = mine[0].logprobs_TK.device
+    lengths = [work.ids_TK.numel() + work.entropy * len(work.ids_TK) for work in works]
+    flat = torch.zeros(sum(lengths), device=device)
+    parts = flat.split(lengths)
+    for part, found in zip(parts[source.rank :: source.num_ranks], mine, strict=False):  # one that runs along has no part
+        part[: found.logprobs_TK.numel()] = found.logprobs_TK.flatten()
+        if found.entropy_T is not None:
+            part[found.logprobs_TK.numel() :] = found.entropy_T
+    source.total(flat)
+    return list(_unpacked(works, parts))
+
+
+def _unpacked(works: Sequence[Work], parts: Sequence[Tensor]) -> Iterator[TokenScores]:
+    for work, part in zip(works, parts, strict=True):
+        count = work.ids_TK.numel()
+        yield TokenScores(part[:count].view(work.ids_TK.shape).clone(), part[count:].clone() if work.entropy else None)
 
 
 def _silent(found: TokenScores) -> TokenScores:

@@ -21,17 +21,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer.errors import ResourceError
 from trainer.files import disk_full_is_named
 from trainer.memory.journal import Journal
 
 CURRENT = "current.json"
 _BLOCK = 2**24  # bytes of one read or write
+_ANEW = "it is a working copy: run the same command again, which makes it anew and goes on from the last checkpoint"
 
 
 @dataclass(eq=False)
@@ -70,28 +73,45 @@ class _Counts:
     num_visits: int = 0
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a host tensor's memory."""
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_into(path: Path, buffer: memoryview, drop_cache: bool) -> None:
-    """Fill a buffer from a file of exactly its size."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Fill a buffer from a file of exactly its size.
+
+    Raises:
+        ResourceError: it is gone, shorter than it was written, or the disk cannot read it.
+    """
+    with _told(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            done = 0
+            while done < len(buffer):
+                got = os.preadv(descriptor, [buffer[done : done + _BLOCK]], done)
+                if not got:
+                    raise ResourceError(f"{path}: has {done} bytes instead of the {len(buffer)} that were written; {_ANEW}")
+                done += got
+            if drop_cache:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn what a disk fails with into a ResourceError that says where and what to do."""
     try:
-        done = 0
-        while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done : done + _BLOCK]], done)
-            assert got, f"{path} is too short"
-            done += got
-        if drop_cache:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+        with disk_full_is_named(path):
+            yield
+    except OSError as error:
+        raise ResourceError(f"{path}: {(error.strerror or str(error)).lower()}; {_ANEW}") from error
 
 
 def write_from(path: Path, buffer: memoryview, drop_cache: bool) -> None:
     """Write a buffer to a file; what was there is replaced."""
-    with disk_full_is_named(path):
+    with _told(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             done = 0
@@ -140,7 +160,7 @@ class DiskSource:
             if name in resident:
                 self._resident[name] = flat.clone()
             else:
-                write_from(self._path(name, 0), _bytes(flat), drop_cache)
+                write_from(self._path(name, 0), bytes_of(flat), drop_cache)
         largest = max((f.num_bytes for name, f in self._facts.items() if name not in self._resident), default=0)
         count = prefetch + 2 + split + more_slots
         make = new_buffer or (lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
@@ -219,7 +239,7 @@ class DiskSource:
         if changed:
             self._pending.add(unit)
             self._counts.written_bytes += fact.num_bytes
-            raw = _bytes(slot.buffer[: fact.num_bytes])
+            raw = bytes_of(slot.buffer[: fact.num_bytes])
             slot.writing = self._writer.submit(write_from, self._path(unit, 1 - fact.current), raw, self.drop_cache)
         self._read_ahead()
 
@@ -230,7 +250,9 @@ class DiskSource:
         slot.unit, slot.writing = unit, None
         self._where[unit] = slot
         self._counts.read_bytes += fact.num_bytes
-        slot.reading = self._reader.submit(read_into, self._newest(unit), _bytes(slot.buffer[: fact.num_bytes]), self.drop_cache)
+        slot.reading = self._reader.submit(
+            read_into, self._newest(unit), bytes_of(slot.buffer[: fact.num_bytes]), self.drop_cache
+        )
         return slot
 
     def _read_ahead(self) -> None:
@@ -335,7 +357,7 @@ class DiskSource:
             slot.reading = None
         self._forget(unit)
         fact = self._facts[unit]
-        write_from(self._path(unit, fact.current), _bytes(flat.contiguous().to(fact.dtype)), self.drop_cache)
+        write_from(self._path(unit, fact.current), bytes_of(flat.contiguous().to(fact.dtype)), self.drop_cache)
 
     def metrics(self) -> dict[str, float]:
         last = self._last

@@ -110,7 +110,7 @@ class Int8Source:
         self.inner.put(unit, pack(self.units[unit], flat))
 
     def metrics(self) -> dict[str, float]:
-        return {"memory/reference_bytes": float(sum(packed.nbytes for _, packed in self.inner.peek()))}
+        return self.inner.metrics()
 
     def shutdown(self) -> None:
         self.inner.shutdown()
@@ -124,6 +124,7 @@ class Int8Reference:
         temperature: that of the sampling distribution.
         keep: makes the source that holds the quantised bytes, from (unit, bytes); None keeps them in memory.
         reader: of weights that the model does not have.
+        block_elements: most elements of a block of vocabulary rows.
     """
 
     def __init__(
@@ -132,25 +133,28 @@ class Int8Reference:
         temperature: float,
         keep: Callable[[Iterator[tuple[str, Tensor]]], LayerSource] | None = None,
         reader: Reader | None = None,
+        block_elements: int | None = None,
     ):
         model.requires_grad_(False)
-        anatomy = Anatomy(model)
+        anatomy = Anatomy(model, block_elements)
         weights = reader or Loaded(anatomy)
         compute = compute_dtype_of(weights.dtype, weights.device)
-        packed = ((unit.name, pack(unit, flat)) for unit, flat in buffers(anatomy, weights, torch.device("cpu")))
+        packed = self._counted((unit.name, pack(unit, flat)) for unit, flat in buffers(anatomy, weights, torch.device("cpu")))
         inner = keep(packed) if keep else MemorySource(dict(packed), None)
         placeholders(anatomy, compute, weights.device)
         source = Int8Source(inner, anatomy, compute, weights.device)
         self.residency = Residency(anatomy, source, trains=False, compute_dtype=compute, direct=False)
         self.schedule = LayerMajor(self.residency, temperature)
 
+    def _counted(self, packed: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        self.num_bytes = 0  # of all units, wherever they lie
+        for name, raw in packed:
+            self.num_bytes += raw.nbytes
+            yield name, raw
+
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
         """Return scores of all works, without gradient."""
         return self.schedule.score(works) if works else []
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.residency.source.metrics()["memory/reference_bytes"])
 
 
 def logprob_error(one: Sequence[TokenScores], other: Sequence[TokenScores]) -> float:

@@ -144,10 +144,9 @@ class Residency:
     def whole_model(self) -> None:
         """Let the model's own forward work: embedding, blocks and head fetch their weights when they are called."""
         anatomy, pieces = self.anatomy, self.pieces
-        order = [unit.name for unit in (*anatomy.layers, *anatomy.head_rows.units)]
 
         def embed(ids: Tensor) -> Tensor:
-            self.source.expect(order)
+            self.source.expect(self.order)
             ids_U, index = torch.unique(ids, return_inverse=True)
             rows_UD = self.rows(anatomy.embedding_rows, ids_U)
             anatomy.bind(anatomy.embedding_rows.name, rows_UD)
@@ -173,6 +172,19 @@ class Residency:
         anatomy.head.forward = head
         for index, module in enumerate(anatomy.blocks):
             module.forward = block(index)
+
+    @property
+    def order(self) -> list[str]:
+        """The visits of a forward pass of the whole model, after those to the embedding."""
+        return [unit.name for unit in (*self.anatomy.layers, *self.anatomy.head_rows.units)]
+
+    def walk(self) -> None:
+        """Visit the units as a forward pass of the whole model does, without computing; each vocabulary matrix is one block."""
+        order = self.order
+        self.source.expect(order)
+        for name in (self.anatomy.embedding_rows.units[0].name, *order):
+            self.source.open(name)
+            self.source.close(name)
 
     def head_parts(self, run: Callable[[], Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Run something with each block of head rows in turn; yields (first row, last row + 1) and its result."""

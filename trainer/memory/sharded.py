@@ -5,13 +5,18 @@
     reduce        reduce-scatter of a unit's float32 gradient: each rank gets the sum over ranks of its piece
 
 Units are flat buffers, so a piece is a contiguous run of elements and rounding draws the same bits wherever an element lives.
-Vocabulary matrices are one unit each here. Checkpoints hold whole units and so restore on any number of ranks.
+Vocabulary matrices are one unit each here. Checkpoints hold whole units and so restore on any number of ranks; the first rank
+gets them one by one, through files that it maps, so that no host has to hold them all.
+
+Every call is one of all ranks in the same order. Where they run different numbers of forward passes, `together` evens that out.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from trainer.memory.disk import bytes_of, write_from
 from trainer.memory.journal import Journal
 
 
@@ -40,13 +46,20 @@ class ShardedSource:
         mesh: one-dimensional.
         journal_directory: where this rank's undo journal goes; None keeps it in memory.
         prefetch: whether the unit that comes next is gathered while one computes.
+        spool: a directory for files of whole units, while they are looked at; None keeps them in memory.
     """
 
     def __init__(
-        self, units: Iterable[tuple[str, Tensor]], mesh: DeviceMesh, journal_directory: Path | None, prefetch: bool = True
+        self,
+        units: Iterable[tuple[str, Tensor]],
+        mesh: DeviceMesh,
+        journal_directory: Path | None,
+        prefetch: bool = True,
+        spool: Path | None = None,
     ):
         self.group, self.rank, self.num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self.prefetch = prefetch
+        self.prefetch, self.spool = prefetch, spool
+        self._announces = False  # whether every sequence of visits is announced to the other ranks first
         self._units: dict[str, Any] = {}
         self._lengths: dict[str, int] = {}
         for name, flat in units:
@@ -70,21 +83,19 @@ class ShardedSource:
     def _chunk(self, unit: str) -> int:
         return -(-self._lengths[unit] // self.num_ranks)
 
-    def reduce(self, unit: str, flat: Tensor) -> Tensor:
+    def padded_length(self, unit: str) -> int:
+        """Return the length of a unit's buffer when all pieces are equally long."""
+        return self._chunk(unit) * self.num_ranks
+
+    def reduce(self, unit: str, padded: Tensor) -> Tensor:
         """Return the sum over ranks of a unit's gradient, this rank's piece of it.
 
         Args:
-            flat: float32, the whole unit as this rank sees it.
+            padded: float32, the whole unit as this rank sees it, with zeros up to its padded length.
         """
         chunk = self._chunk(unit)
-        padded = torch.zeros(chunk * self.num_ranks, dtype=flat.dtype, device=flat.device)
-        padded[: len(flat)] = flat
-        mine = torch.empty(chunk, dtype=flat.dtype, device=flat.device)
-        if dist.get_backend(self.group) == "gloo":  # gloo has no reduce-scatter of tensors in every torch
-            dist.all_reduce(padded, group=self.group)
-            mine.copy_(padded[self.rank * chunk : (self.rank + 1) * chunk])
-        else:
-            dist.reduce_scatter_tensor(mine, padded, group=self.group)
+        mine = torch.empty(chunk, dtype=padded.dtype, device=padded.device)
+        dist.reduce_scatter_single(mine, padded, group=self.group)
         return mine[: max(min(chunk, self._lengths[unit] - self.rank * chunk), 0)]
 
     def total(self, values: Tensor) -> Tensor:
@@ -94,7 +105,24 @@ class ShardedSource:
 
     # -- visits ---------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def together(self, walk: Callable[[], None]) -> Iterator[None]:
+        """Let ranks run different numbers of forward passes inside the block; who is done walks along until all are.
+
+        Args:
+            walk: visits the units as a forward pass does, and computes nothing.
+        """
+        self._announces = True
+        try:
+            yield
+        finally:
+            self._announces = False
+        while self.total(torch.zeros(1)) > 0:
+            walk()
+
     def expect(self, units: Sequence[str]) -> None:
+        if self._announces:
+            self.total(torch.ones(1))
         self._plan = deque(units)
 
     def open(self, unit: str) -> Tensor:
@@ -141,12 +169,26 @@ class ShardedSource:
             entry.restore(self.piece(entry.unit)[1])
 
     def peek(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole units, on the host; all ranks must ask together."""
+        """Yield whole units, on the host, to the first rank; the others must ask too, and get nothing."""
+        if self.spool is not None and self.rank == 0:
+            shutil.rmtree(self.spool, ignore_errors=True)
+            self.spool.mkdir(parents=True)
         for unit in self._units:
-            whole = self.open(unit).to("cpu", copy=True)
+            whole = self.open(unit)
+            if self.rank == 0:
+                held = self._spooled(unit, whole.to("cpu", copy=True))
             self.close(unit)
-            yield unit, whole
+            if self.rank == 0:
+                yield unit, held
         self._settle()
+
+    def _spooled(self, unit: str, whole: Tensor) -> Tensor:
+        """Write a unit into a file and return the file, mapped, where there is a place for it."""
+        if self.spool is None:
+            return whole
+        path = self.spool / unit
+        write_from(path, bytes_of(whole), drop_cache=False)
+        return torch.from_file(str(path), shared=False, size=len(whole), dtype=whole.dtype)
 
     def put(self, unit: str, flat: Tensor) -> None:
         begin, local = self.piece(unit)
@@ -158,3 +200,5 @@ class ShardedSource:
 
     def shutdown(self) -> None:
         self.journal.close()
+        if self.spool is not None and self.rank == 0:
+            shutil.rmtree(self.spool, ignore_errors=True)

@@ -21,6 +21,7 @@ import torch
 
 from trainer.anchors.guard import AnchorGuard
 from trainer.config.schema import Train
+from trainer.engine.team import ALONE, Team
 from trainer.errors import DivergedError
 from trainer.learn.learner import Learner
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
@@ -57,20 +58,23 @@ class Crew:
 class Run:
     """Where the run lives and whose it is."""
 
-    directory: Path
+    directory: Path  # of this rank
     identity: str
+    team: Team = ALONE
+    first_directory: Path | None = None  # of the first rank, which writes the checkpoints; None: it is this one
 
     @property
     def checkpoints(self) -> Path:
-        return self.directory / CHECKPOINTS
+        return (self.first_directory or self.directory) / CHECKPOINTS
 
 
 def begin_anew_after_success(run: Run) -> None:
     """Drop the checkpoints of a run that ended well: starting it again means training again, not exporting again."""
     result = run.directory / RESULT
-    if result.exists():
+    if run.team.is_first and result.exists():
         shutil.rmtree(run.checkpoints, ignore_errors=True)
         result.unlink()
+    run.team.wait()
 
 
 class Clock:
@@ -265,9 +269,11 @@ class SyncSchedule:
         if self.crew.anchors is not None:
             facts["anchors"] = self.crew.anchors.state()
         keep = self.train.checkpoints.keep
-        save_checkpoint(self.place.checkpoints, step, self.place.identity, parts, facts, keep)
-        if self.crew.anchors is not None:
-            self.crew.anchors.prune({kept["anchors"]["version"] for kept in checkpoint_facts(self.place.checkpoints)})
+        if self.place.team.is_first:
+            save_checkpoint(self.place.checkpoints, step, self.place.identity, parts, facts, keep)
+            if self.crew.anchors is not None:
+                self.crew.anchors.prune({kept["anchors"]["version"] for kept in checkpoint_facts(self.place.checkpoints)})
+        self.place.team.wait()
         self.saved_step = step
 
     def _stop_if_asked(self, step: int) -> None:

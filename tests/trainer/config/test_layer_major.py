@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tasks.plan import Asked, gather
+from tasks.registry import get_stage
+from tasks.workspace import params_of
 from trainer.config.load import load_config
 from trainer.config.schema import CampaignConfig
 from trainer.errors import ConfigError
+from trainer.plan.plan import make_plan
 
 ROOT = Path(__file__).parents[3]
 S = ("train.optimizer.kind=stateless", "train.optimizer.learning_rate=1e-4")
+SHARDED = (*S, "train.memory.weights=sharded")
 
 
 def load(*overrides: str) -> CampaignConfig:
@@ -31,6 +36,14 @@ def load(*overrides: str) -> CampaignConfig:
         ((*S, "train.activation_checkpointing=true"), "train.activation_checkpointing", "leave it out"),
         ((*S, "train.algorithm.kl.reference=exact"), "train.algorithm.kl.reference", "int8_streamed"),
         (("train.method=lora", "train.memory.weights=tiered", "train.lora.dropout=0.1"), "train.lora.dropout", "set 0"),
+        (("train.memory.weights=sharded",), "train.memory.weights", "stateless"),
+        (("train.method=lora", "train.memory.weights=sharded"), "train.memory.weights", "tiered"),
+        ((*SHARDED, "train.optimizer.rule=sinkhorn"), "train.optimizer.rule", "rms"),
+        ((*SHARDED, "train.schedule=async"), "train.schedule", "sync"),
+        ((*SHARDED, "train.memory.split=true", "base.dtype=bfloat16"), "train.memory", "float32"),
+        ((*SHARDED, "train.memory.resident_layers=2"), "train.memory", "tiered"),
+        ((*SHARDED, "machine.nodes=2"), "machine", "host:port"),
+        (("machine.ranks=2",), "machine.ranks", "sharded"),
     ],
 )
 def test_refusals_name_key_and_fix(overrides: tuple[str, ...], key: str, fix: str) -> None:
@@ -51,3 +64,16 @@ def test_the_recipes_are_valid(recipe: str) -> None:
 def test_a_rate_of_another_rules_scale_is_warned_of() -> None:
     assert "low for sgd" in load(*S, "train.optimizer.rule=sgd").warnings()[0]
     assert "high for rms" in load(*S, "train.optimizer.learning_rate=0.1").warnings()[0]
+
+
+def test_the_number_of_ranks_is_no_part_of_a_results_identity() -> None:
+    one, other = (load(*SHARDED, f"machine.ranks={ranks}") for ranks in (1, 2))
+    train = get_stage("train")
+    assert params_of(train, one) == params_of(train, other)
+
+
+def test_the_published_configuration_can_be_planned() -> None:
+    recipe = ROOT / "recipes" / "stateless-1t.yaml"
+    plan = make_plan(gather(Asked(recipe, model="dense-1t", hardware="h100-80gb"), ROOT / "params.yaml"))
+    assert plan.request.choices.devices == 100
+    assert plan.request.choices.train.residency == "sharded"

@@ -19,10 +19,36 @@ from tests.trainer.memory.kit import loss_of, make_model, make_works
 from trainer.config.schema import Optimizer
 from trainer.engine.heartbeat import Heartbeat
 from trainer.engine.port import Term
-from trainer.engine.sharded import ShardedEngine
-from trainer.engine.stateless import Watch
+from trainer.engine.sharded import ShardedEngine, ShardWatch
+from trainer.engine.stateless import group_of
+from trainer.engine.team import Team
+from trainer.memory.anatomy import Unit
 from trainer.memory.build import streamed
+from trainer.memory.schedule import Gradients
 from trainer.memory.sharded import ShardedSource
+
+LAYERS = ("head", "layers.2", "layers.1", "layers.0", "embedding", "outer")
+
+
+def skipped_by(engine: ShardedEngine, terms: list[Term], layer: str) -> list[tuple[bool, str, bool]]:
+    """Put a NaN into one layer's gradient on the last rank, and return what every rank made of the step."""
+    before, real = pieces(engine), ShardWatch.reduced
+
+    def poisoned(self: ShardWatch, unit: Unit, gradients: Gradients) -> Any:
+        if group_of(unit) == layer and dist.get_rank() == dist.get_world_size() - 1:
+            next(iter(gradients.values())).view(-1)[-1] = math.nan
+        return real(self, unit, gradients)
+
+    ShardWatch.reduced = poisoned  # type: ignore[method-assign]
+    outcome = engine.step(terms, 1e-3, 3)
+    ShardWatch.reduced = real  # type: ignore[method-assign]
+    after = pieces(engine)
+    mine = (outcome.applied, outcome.culprit, all(torch.equal(after[name], before[name]) for name in before))
+    return Team(dist.group.WORLD).gather(mine)
+
+
+def pieces(engine: ShardedEngine) -> dict[str, torch.Tensor]:
+    return {name: engine.source.piece(name)[1].clone() for name in engine.residency.anatomy.units}
 
 
 def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str = "") -> None:
@@ -41,12 +67,7 @@ def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str 
         engine.load(saved["weights"], {}, saved["facts"])
     terms = [Term(work, partial(loss_of, index)) for index, work in enumerate(make_works(3))]
     outcomes = [engine.step(terms, 1e-3, number) for number in range(3)]
-    before = engine.weights()
-    real = Watch.passes
-    Watch.passes = lambda self, group, squares: real(self, group, squares * (math.nan if group == "layers.0" else 1.0))  # type: ignore[method-assign]
-    skipped = engine.step(terms, 1e-3, 3)
-    after = engine.weights()
-    same = all(torch.equal(after[name], before[name]) for name in before)
+    skipped = {layer: skipped_by(engine, terms, layer) for layer in LAYERS if layer != "head" or not residency.anatomy.tied}
     model = residency.anatomy.model
     with torch.no_grad():
         logits = model(input_ids=make_works()[0].input_ids_BS, use_cache=False).logits
@@ -54,10 +75,10 @@ def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str 
         "losses": [outcome.loss for outcome in outcomes],
         "norms": [outcome.norm for outcome in outcomes],
         "metrics": outcomes[-1].metrics,
-        "weights": after,
+        "weights": engine.weights(),
         "facts": engine.facts(),
         "logits": logits,
-        "skipped": (skipped.applied, skipped.culprit, same),
+        "skipped": skipped,
     }
     if dist.get_rank() == 0:
         torch.save(facts, out)

@@ -94,6 +94,26 @@ def test_three_alarms_in_a_row_end_the_run_by_name(
     assert (facts["step"], facts["layer"], facts["value"]) == (1, "layers.1", "nan")
 
 
+def test_skips_are_counted_and_loud_from_a_twentieth_on(
+    make_model: Any, make_train: Callable[..., Train], sample_groups: Callable[..., list[Group]]
+) -> None:
+    events: list[Any] = []
+    learner = stateless(make_model, make_train({**STATELESS, "stages": [{"steps": 21}]}), events=events)
+    groups, block = sample_groups(learner.policy.model), learner.policy.model.model.layers[1]
+    seen = []
+    for step in range(1, 22):
+        poisoned = step in (5, 15, 21)
+        hook = block.mlp.down_proj.register_full_backward_hook(
+            lambda module, inputs, outputs, by=torch.nan if poisoned else 1.0: (inputs[0] * by,)
+        )
+        seen.append(learner.step(groups, step).metrics)
+        hook.remove()
+    assert [metrics["update/skipped"] for metrics in seen] == [float(step in (5, 15, 21)) for step in range(1, 22)]
+    assert seen[-1]["update/skipped_fraction"] == pytest.approx(3 / 21)
+    loud = [(facts["step"], arguments[1]) for arguments, facts in events if arguments[0] == "alarm"]
+    assert loud == [(21, "3 of 21 optimizer steps were skipped")], "not before there is enough to judge by"
+
+
 def test_lora_over_tiers_equals_lora_in_memory(
     make_model: Any,
     make_train: Callable[..., Train],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from trainer.config.schema import Optimizer
 from trainer.engine.heartbeat import Heartbeat
 from trainer.engine.port import Term
 from trainer.engine.stateless import StatelessEngine
+from trainer.errors import ResourceError
 from trainer.memory.anatomy import Anatomy
 from trainer.memory.build import resident, streamed
 from trainer.memory.device import DeviceSource, HostLane
@@ -126,6 +130,83 @@ def test_a_nan_leaves_every_file_as_it_was(
     assert engine.step(make_terms(), 1e-3, 1).loss == twin.step(make_terms(), 1e-3, 1).loss
     after, expected = weights(engine), weights(twin)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+# -- a disk that fails, a process that dies ---------------------------------------------------------------------------------
+
+
+def test_killed_inside_a_write_back_the_next_start_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    whole, first = make_engine("llama", torch.bfloat16, None), make_engine("llama", torch.bfloat16, tmp_path / "tiers")
+    for engine in (whole, first):
+        engine.step(make_terms(), 1e-3, 0)
+    saved, facts = weights(first), first.facts()
+    first.residency.source.shutdown()
+    child = os.fork()
+    if child == 0:  # one that dies half-way through the second unit that it writes
+        os.sched_yield()
+        engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers")
+        engine.load(saved, {}, facts)
+        real, calls = os.pwritev, []
+
+        def dying(descriptor: int, buffers: Any, offset: int) -> int:
+            calls.append(offset)
+            if len(calls) == 2:
+                real(descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(descriptor, buffers, offset)
+
+        os.pwritev = dying
+        engine.step(make_terms(), 1e-3, 1)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert any((tmp_path / "tiers").glob("*.1")), "half-written files are there"
+    again = make_engine("llama", torch.bfloat16, tmp_path / "tiers")
+    again.load(saved, {}, facts)
+    for engine in (whole, again):
+        assert engine.step(make_terms(), 1e-3, 1).applied
+    held, expected = weights(again), weights(whole)
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
+    again.residency.source.shutdown()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_full_disk_in_a_write_back_is_named_and_changes_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers")
+    engine.step(make_terms(), 1e-3, 0)
+    before, manifest = weights(engine), (tmp_path / "tiers" / CURRENT).read_text()
+    real, calls = os.pwritev, []
+
+    def full(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(ResourceError, match=r"tiers/\S+: no space left on the disk; nothing written before is lost"):
+            engine.step(make_terms(), 1e-3, 1)
+    assert (tmp_path / "tiers" / CURRENT).read_text() == manifest
+    after = weights(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: os.truncate(path, 1000), "layers.1.0: has 1000 bytes instead of the"),
+        (lambda path: path.unlink(), "layers.1.0: no such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_damaged_layer_file_is_named(damage: Any, said: str, prefetch: int, tmp_path: Path) -> None:
+    engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers", prefetch=prefetch)
+    damage(tmp_path / "tiers" / "layers.1.0")
+    with pytest.raises(ResourceError, match=f"{said}.*run the same command again") as error:
+        engine.step(make_terms(), 1e-3, 0)
+    assert error.value.exit_code == 8
 
 
 def test_files_have_stable_names_and_the_manifest_says_which_counts(tmp_path: Path) -> None:
