@@ -148,7 +148,7 @@ def gate(workspace: Workspace, force: bool = False) -> list[str]:
         why = error.problem.partition(";")[0] if isinstance(error, ConfigError) else first_line(error)
         return [f"not planned: {why}"]
     said, trained_here = [], (workspace.run / "train" / METRICS).exists()
-    over = too_small(plan, None if trained_here else memory_limit_bytes())
+    over = too_small(plan, None if trained_here else memory_limit_bytes() / ranks_on(workspace.config))
     if over and not force:
         raise ResourceError(f"{over}{_way_out(plan)} `tithe plan` shows the ledger; `tithe run --force` starts it anyway")
     if over or not plan.verdict.fits:
@@ -162,7 +162,16 @@ def gate(workspace: Workspace, force: bool = False) -> list[str]:
 def quick_hardware(config: CampaignConfig) -> Hardware | None:
     """Return this machine as a campaign will use it, without measuring; None for a GPU that nothing describes."""
     accelerated = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
-    return quick_local(state_directory(), config.machine.device == "cpu" or not accelerated)
+    found = quick_local(state_directory(), config.machine.device == "cpu" or not accelerated)
+    if found is None or not found.is_cpu:
+        return found
+    share = found.device.memory_bytes / ranks_on(config)
+    return found.model_copy(update={"device": found.device.model_copy(update={"memory_bytes": share})})
+
+
+def ranks_on(config: CampaignConfig) -> int:
+    """Return the training processes that share this machine's memory."""
+    return max(config.machine.ranks, 1) if config.train.memory.weights == "sharded" else 1
 
 
 def too_small(plan: Plan, memory_bytes: float | None) -> str:
@@ -179,6 +188,7 @@ def too_small(plan: Plan, memory_bytes: float | None) -> str:
         if limit is not None and needed > limit:
             parts = ", ".join(f"{term.name} {size(term.bytes)} ({term.formula})" for term in terms[:3])
             where = "main memory" if place == "host" or device.kind == "cpu" else f"the memory of {device.name}"
+            where += f" for each of {plan.request.choices.devices} ranks" if plan.request.choices.devices > 1 else ""
             return f"cannot fit: {where} is {size(limit)}, and what the run holds all the time is {size(needed)}: {parts}."
     return ""
 
