@@ -133,6 +133,12 @@ def test_methods_of_the_trainer_are_mapped() -> None:
     assert beside.memory.find("device", "samplers' weights") == beside.memory.find("device", "weights")
 
 
+def test_an_offloaded_optimizer_is_mapped() -> None:
+    moved = check(config(**{"train.optimizer.offload": "cpu"}), load_hardware("h100-80gb"))
+    assert moved.request.choices.train.optimizer_offload == "host"
+    assert moved.memory.find("host", "first moments") > 0 == moved.memory.find("device", "first moments")
+
+
 def test_servers_of_the_recipe_are_mapped() -> None:
     asked = Asked(REPOSITORY / "recipes/lora-async-1t.yaml", hardware="h100-80gb")
     sample = gather(asked).choices.sample

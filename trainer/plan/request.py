@@ -346,6 +346,7 @@ def choices_of(
             "slots": memory.prefetch + 2 if memory.prefetch else 1,
             "split": memory.split,
             "layer_major": train.layer_major,
+            "optimizer_offload": {"none": "none", "cpu": "host", "nvme": "disk"}[train.optimizer.offload],
             "boundary": memory.boundaries,
             "recompute": train.activation_checkpointing or train.layer_major,
             "lora": {"rank": train.lora.rank, "target_modules": list(train.lora.target_modules)},
