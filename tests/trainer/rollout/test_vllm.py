@@ -24,7 +24,7 @@ from trainer.rollout.embedded import EmbeddedSampler
 from trainer.rollout.follower import Follower
 from trainer.rollout.vllm import VllmSampler, introduce
 from trainer.rollout.vllm_http import Garbled, Server, read_answer
-from trainer.rollout.vllm_server import VllmServer, arguments, lora_rank
+from trainer.rollout.vllm_server import VllmServer, arguments, free_port, lora_rank
 from trainer.types import Completion, Request, SamplingParams
 
 PARAMS = SamplingParams(0.7, 6, (1,))
@@ -430,8 +430,7 @@ def test_a_port_that_a_stranger_took_is_left_to_him(tmp_path: Path, monkeypatch:
     pair = Pair(tmp_path)
     stranger = FakeVllm(tiny_policy(), pair.store, model="base")
     ports = iter([stranger.port])
-    free = iter_free_ports()
-    monkeypatch.setattr("trainer.rollout.vllm_server.free_port", lambda: next(ports, None) or next(free))
+    monkeypatch.setattr("trainer.rollout.vllm_server.free_port", lambda: next(ports, None) or free_port())
     config = validate(lay_over(CONFIG, {"train": {"sampler": {"vllm": {"python": str(program)}}}}))
     server = VllmServer(config, tmp_path, tmp_path / "log", 48)
     try:
@@ -445,13 +444,6 @@ def test_a_port_that_a_stranger_took_is_left_to_him(tmp_path: Path, monkeypatch:
     finally:
         server.close()
         stranger.die()
-
-
-def iter_free_ports() -> Iterator[int]:
-    from trainer.rollout.vllm_server import free_port
-
-    while True:
-        yield free_port()
 
 
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_error(tmp_path: Path) -> None:
