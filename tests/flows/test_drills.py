@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,11 +17,8 @@ from typing import Any
 import pytest
 
 from flows.flow_runs import settle
-from flows.server import PrivateServer, free_port
-from flows.up import mlflow_server
-from flows.workspaces import resolve_config, resolve_workspace
+from flows.server import PrivateServer
 from tasks.locks import Owner
-from tasks.registry import STAGES
 from tasks.workspace import Workspace
 from trainer.files import read_json
 from trainer.metrics import read_lines
@@ -70,102 +66,6 @@ def test_killed_in_each_stage_it_goes_on_from_that_stage(tiny: Any, eventually: 
     assert "resuming attempt 4, which ended KILLED: prepare, train, evaluate current" in done.stdout
     # each stage ran once when it was killed and once to its end; only the report had to run in the last round
     assert tiny.made == ["prepare", "prepare", "train", "train", "evaluate", "evaluate", "report", "report"]
-
-
-REAL = [
-    "campaign.name=drill",
-    "base.scratch.steps=30",
-    "base.scratch.decay_steps=10",
-    "base.scratch.warmup_steps=5",
-    "prepare.sources.0.num_rows=1500",
-    "train.stages=[{steps: 4}]",
-    "train.batch.prompts_per_step=8",
-    "train.checkpoints.every_steps=1",
-    "train.heldout.num_prompts=8",
-    "evaluate.num_prompts=16",
-    "evaluate.samples_per_prompt=2",
-    "evaluate.pass_at=[1, 2]",
-    "anchors.num_prompts=8",
-    "limits.grace_seconds=20",
-]
-
-
-def test_killed_in_each_real_stage_it_ends_at_the_same_bits(tmp_path: Path, eventually: Any) -> None:
-    config = resolve_config(None, REAL)
-
-    def start(root: Path) -> tuple[Workspace, subprocess.Popen[str]]:
-        chosen = [word for override in REAL for word in ("-S", override)]
-        command = [sys.executable, "-m", "flows.cli", "run", *chosen, "--workspace", str(root), "--plain", "--no-tracking"]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "TITHE_STATE": str(root / "state"), "OMP_NUM_THREADS": "1"},  # a cache of its own
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return resolve_workspace(config, root=root), process
-
-    whole, process = start(tmp_path / "whole")
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    killed = resolve_workspace(config, root=tmp_path / "killed")
-
-    def has_begun(stage: str) -> bool:
-        """Whether it works; a short one may have ended before it is killed: then it was finished, and must not run again."""
-        begun = list(killed.run.glob("train/checkpoints/step_*")) if stage == "train" else stage_owner(killed.root, stage)
-        return bool(begun) or stage in manifests(killed)
-
-    for stage in STAGES:
-        before = manifests(killed)
-        _, process = start(killed.root)
-        eventually(lambda stage=stage: has_begun(stage.name), 300)
-        kill_all(process, stage_owner(killed.root, stage.name))
-        after = manifests(killed)
-        assert {name: after.get(name) for name in before} == before, f"finished before it was killed in {stage.name}"
-    _, process = start(killed.root)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    steps = [line["step"] for line in read_lines(killed.run / "train" / "metrics.jsonl")]
-    assert steps == [line["step"] for line in read_lines(whole.run / "train" / "metrics.jsonl")]
-    for artifact in ("prompts", "base", "anchors", "policy", "merged"):
-        ends = [read_json(place.artifact(artifact) / "manifest.json")["content_sha256"] for place in (whole, killed)]
-        assert ends[0] == ends[1], artifact
-
-
-def test_mlflow_away_from_the_start_gets_everything_once_it_is_there(tiny: Any, mlflow_store: None, tmp_path: Path) -> None:
-    import httpx
-
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    done = tiny.run("--plain", MLFLOW_TRACKING_URI=address)
-    assert done.returncode == 0, done.stderr
-    assert tiny.made == ALL
-    server = mlflow_server(port)
-    try:
-        server.wait_ready()
-        chosen = [word for override in tiny.overrides for word in ("-S", override)]
-        command = [sys.executable, "-m", "flows.cli", "sync", *chosen, "--workspace", str(tiny.root)]
-        sync = [*command, "--stages", "tiny_stages:STAGES"]
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": address}
-        for _ in range(2):  # what was sent is not sent again
-            sent = subprocess.run(sync, env=environment, capture_output=True, text=True, timeout=300, check=False)
-            assert sent.returncode == 0, sent.stderr
-        api = f"{address}/api/2.0/mlflow"
-        named = httpx.get(f"{api}/experiments/get-by-name", params={"experiment_name": "tiny"}, timeout=60).json()
-        wanted = {"experiment_ids": [named["experiment"]["experiment_id"]]}
-        runs = httpx.post(f"{api}/runs/search", json=wanted, timeout=60).json()["runs"]
-        campaign = next(run["info"] for run in runs if run["info"]["run_name"] == tiny.workspace.run_id)
-        assert campaign["status"] == "FINISHED"
-        child = {"key": "mlflow.parentRunId", "value": campaign["run_id"]}
-        mine = {run["info"]["run_name"]: run for run in runs if child in run["data"]["tags"]}
-        assert set(mine) == set(ALL)
-        assert {run["info"]["status"] for run in mine.values()} == {"FINISHED"}
-        asked = {"run_id": mine["train"]["info"]["run_id"], "metric_key": "reward/mean"}
-        history = httpx.get(f"{api}/metrics/get-history", params=asked, timeout=60).json()["metrics"]
-        assert [int(point["step"]) for point in history] == [1, 2, 3, 4, 5]
-    finally:
-        server.stop()
 
 
 def test_prefect_killed_meanwhile_hears_afterwards_how_it_ended(tiny: Any, state: Path, prefect_server: str, api: Any) -> None:
