@@ -6,7 +6,7 @@
 
 Prompts, base and anchors are made once and copied, so a run costs its training only. Same prompts, seed and threads everywhere.
 
-    python -m benchmarks.rates [sweep compare]      make bench-rates      expected: the tables in docs/method-s.md
+    python -m benchmarks.rates [sweep compare]      make bench-rates
 """
 
 from __future__ import annotations
