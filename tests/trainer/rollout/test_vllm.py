@@ -78,8 +78,7 @@ class Many:
     def close(self) -> None:
         self.sampler.close()
         for server in self.servers:
-            server.released.set()
-            server.server.server_close()
+            server.die()
 
 
 @pytest.fixture

@@ -96,11 +96,11 @@ class FakeVllm:
         self.server = Silent(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.port = int(self.server.server_address[1])
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def die(self) -> None:
         self.released.set()
-        self.server.shutdown()
+        self.server.shutdown()  # returns at once where it serves no longer
         self.server.server_close()
 
     def act(self, path: str, body: dict[str, Any]) -> Raw | str | tuple[int, Any]:
