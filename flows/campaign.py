@@ -41,7 +41,7 @@ from prefect.states import Cancelled, Completed, Failed
 from prefect.tasks import Task
 
 from flows.flow_runs import note
-from flows.session import Beat, Session, StageFailed, StageResult, retry_delay, signals_ask
+from flows.session import Beat, Session, StageFailed, StageResult, Stop, retry_delay, signals_ask
 from flows.summary import comparison, mlflow_link, report_page
 from tasks.registry import Stage
 from tasks.workspace import Workspace
@@ -259,6 +259,20 @@ def drain(timeout_seconds: float) -> bool:
     return not waiting
 
 
+@contextmanager
+def naming_prefect_away(stop: Stop) -> Iterator[None]:
+    """Raise PrefectAway where Prefect fails in this block, unless somebody asked to stop."""
+    try:
+        yield
+    except TitheError:
+        raise
+    except AWAY as problem:
+        if stop:
+            raise stop.error() from problem
+        text = " ".join(str(problem).split()) or type(problem).__name__
+        raise PrefectAway(f"Prefect is away ({text[:150]})") from problem
+
+
 def run_in_prefect(session: Session, on_beat: OnBeat, on_result: OnResult) -> None:
     """Run the stages as a Prefect flow.
 
@@ -266,16 +280,9 @@ def run_in_prefect(session: Session, on_beat: OnBeat, on_result: OnResult) -> No
         StageFailed, StopRequested: how the campaign ended. PrefectAway: Prefect failed, not the campaign.
     """
     run = campaign_flow(session, on_beat, on_result)
-    try:
+    with naming_prefect_away(session.stop):
         state: State[Any] = run(str(session.workspace.root), str(session.workspace.run), return_state=True)  # type: ignore[assignment]
         error: Any = state.result(raise_on_failure=False)
-    except TitheError:
-        raise
-    except AWAY as problem:
-        if session.stop:
-            raise session.stop.error() from problem
-        text = " ".join(str(problem).split()) or type(problem).__name__
-        raise PrefectAway(f"Prefect is away ({text[:150]})") from problem
     if session.stop or isinstance(error, CancelledRun):
         raise session.stop.error()
     if isinstance(error, TitheError):

@@ -25,7 +25,7 @@ from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
-from flows.campaign import AWAY, STATE_SECONDS, PrefectAway, artifact_key
+from flows.campaign import AWAY, STATE_SECONDS, PrefectAway, artifact_key, naming_prefect_away
 from flows.deployments import Name, RecipeName, stopped
 from flows.flow_runs import note
 from flows.session import Stop
@@ -217,15 +217,9 @@ def run_in_prefect(runner: Runner) -> None:
     Raises:
         StopRequested, TitheError: how the sweep ended. PrefectAway: Prefect failed, not the sweep.
     """
-    try:
+    with naming_prefect_away(runner.stop):
         state: State[Any] = sweep_flow(runner)(str(runner.sweep.root), return_state=True)  # type: ignore[assignment]
         error: Any = state.result(raise_on_failure=False)
-    except TitheError:
-        raise
-    except AWAY as problem:
-        if runner.stop:
-            raise runner.stop.error() from problem
-        raise PrefectAway(f"Prefect is away ({' '.join(str(problem).split())[:150]})") from problem
     if runner.stop:
         raise runner.stop.error()
     if isinstance(error, TitheError):
