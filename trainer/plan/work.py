@@ -20,7 +20,7 @@ CONTINUOUS_BATCHING = 0.9  # share of slots that work while requests wait
 # last three written. Stateless: the gradient's norms and scaling, decay, the new value, what moved (four sums), what changed, and
 # the journal.
 UPDATE_ACCESSES = {"adamw": 7, "sgd": 3, "stateless": 32}
-# The same for weights with float32 masters: a micro-batch's 2-byte gradient is made float32 (0.5 + 1), from the second one on added
+# With float32 masters also: a micro-batch's 2-byte gradient is made float32 (0.5 + 1), from the second one on added
 # (2 + 1), and the weight is written from its master (1 + 0.5).
 MASTER_FIRST, MASTER_ADDED, MASTER_WRITTEN = 1.5, 4.5, 1.5
 
