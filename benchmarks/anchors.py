@@ -282,8 +282,8 @@ def report(workspace: Workspace, anchored: Path, exact: Path, seen: list[Look], 
     )
     series = (
         Series("anchored", tuple((look.step, look.anchored.mean) for look in seen), noisy=False),
-        Series("exact, of the step's samples", tuple((look.step, look.exact.mean) for look in seen), noisy=False),
-        Series("exact, of fresh completions", tuple((look.step, look.fresh.mean) for look in seen), noisy=False),
+        Series("exact", tuple((look.step, look.exact.mean) for look in seen), noisy=False),
+        Series("exact, fresh", tuple((look.step, look.fresh.mean) for look in seen), noisy=False),
     )
     for place in places:
         draw(place / "anchors.svg", "KL, nats a token:", series, [(step, "refresh") for step in refreshes])
