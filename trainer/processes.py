@@ -68,10 +68,16 @@ def fit_malloc(model: Path) -> bool:
     return return_blocks(KEPT_BYTES if size < SMALL_MODEL_BYTES else RETURNED_BYTES)
 
 
+def malloc_choice() -> str:
+    """Return the environment variable by which a person told malloc what to keep; nothing where none is set."""
+    names = [name for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_") if name in os.environ]
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    return next(iter(names), "GLIBC_TUNABLES" if tuned else "")
+
+
 def return_blocks(least_bytes: int) -> bool:
     """Let malloc map blocks from some size on by themselves, so that they go back when they are freed; see `fit_malloc`."""
-    chosen = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"} & os.environ.keys()
-    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if malloc_choice():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     return mallopt is not None and all(mallopt(option, least_bytes) == 1 for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))

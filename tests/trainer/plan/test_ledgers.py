@@ -413,6 +413,16 @@ def test_a_lag_bound_past_50_is_flagged() -> None:
     assert any("wait at every hand-over" in sentence for sentence in said)
 
 
+def test_memory_that_malloc_was_told_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    here = load_hardware("cpu-server").model_copy(update={"name": "local"})
+    one = make_plan(make_request("x", load_card("qwen3-0.6b"), here, validate_as(Choices, {"batch": SMALL_BATCH})))
+    assert not any("malloc" in sentence for sentence in flags(one))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert any("MALLOC_TRIM_THRESHOLD_ is set" in sentence for sentence in flags(one))
+
+
 def test_sizes_as_people_say_them() -> None:
     assert [size(value) for value in (2.4e12, 1.5e10, 999, 0)] == ["2.4 TB", "15 GB", "999 B", "0 B"]
 
