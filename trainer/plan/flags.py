@@ -28,7 +28,7 @@ def flags(plan: Plan) -> list[str]:
         *_engine(plan),
         *_malloc(plan),
     ]
-    said += [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
+    said += [*_malloc(plan)] + [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
     return said
 
 
