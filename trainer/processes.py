@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from trainer.errors import StopRequested
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+RETURNED_BYTES = 2**20  # smaller blocks are a model's that is small itself, and cost more to map than they hold
 
 
 def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signal.SIGTERM) -> None:
@@ -46,6 +48,22 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def return_freed_memory(block_bytes: int = RETURNED_BYTES) -> bool:
+    """Let malloc give every freed block of some size back to the system at once; return whether it does.
+
+    By default glibc keeps freed blocks of up to 32 MB, and the holes between them: a process then peaks far above its live
+    tensors. What a person set in the environment stays as it is.
+
+    Args:
+        block_bytes: from which size on blocks are mapped by themselves.
+    """
+    chosen = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"} & os.environ.keys()
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    return mallopt is not None and all(mallopt(option, block_bytes) == 1 for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
 
 
 def peak_memory_bytes() -> float:

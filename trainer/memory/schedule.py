@@ -28,6 +28,7 @@ from trainer.memory.head import ChunkedHead, Scored
 from trainer.memory.residency import Residency
 
 Gradients = dict[str, Tensor]  # float32, by parameter name
+CHUNK_ELEMENTS = (2**22, 2**25)  # logits that exist at a time: on a CPU; on a device, where each chunk costs some launches
 
 
 class Sink(Protocol):
@@ -63,6 +64,7 @@ class Passage:
 
     works: Sequence[Work]
     ids_U: Tensor
+    touched: list[str]  # units with rows of the embedding that were used
     indices: list[Tensor]  # of each work: which of ids_U each position takes [B, S]
     given: list[list[Given]]  # of each work and layer
     boundaries: list[list[Tensor]]  # of each layer and work: what goes in; the last row comes out of the last layer [B, S, D]
@@ -75,16 +77,20 @@ class LayerMajor:
     Args:
         residency: opens the units.
         temperature: that of the sampling distribution.
-        chunk_elements: most logits that exist at a time.
+        chunk_elements: most logits that exist at a time; None takes what keeps the device busy.
         boundary_device: where hidden states between layers are kept; None leaves them where they are computed.
     """
 
     def __init__(
-        self, residency: Residency, temperature: float, chunk_elements: int = 2**22, boundary_device: torch.device | None = None
+        self,
+        residency: Residency,
+        temperature: float,
+        chunk_elements: int | None = None,
+        boundary_device: torch.device | None = None,
     ):
         self.residency, self.pieces, self.anatomy = residency, residency.pieces, residency.anatomy
-        self.head = ChunkedHead(residency, temperature, chunk_elements)
         self.device = residency.device
+        self.head = ChunkedHead(residency, temperature, chunk_elements or CHUNK_ELEMENTS[self.device.type != "cpu"])
         self.boundary_device = boundary_device or self.device
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
@@ -110,7 +116,7 @@ class LayerMajor:
         rows_UD = residency.rows(anatomy.embedding_rows, ids_U)
         entered = [self.pieces.enter(rows_UD, index_BS) for index_BS in indices]
         hidden = [self._away(hidden_BSD) for hidden_BSD, _ in entered]
-        passage = Passage(works, ids_U, indices, [given for _, given in entered], [])
+        passage = Passage(works, ids_U, touched, indices, [given for _, given in entered], [])
         for number, unit in enumerate(anatomy.layers):
             if keep:
                 passage.boundaries.append(hidden)
@@ -125,8 +131,7 @@ class LayerMajor:
         layers = [unit.name for unit in reversed(self.anatomy.layers)]
         if not self.residency.trains:
             return [*head, *layers]
-        again = head if len(head) > 1 or self.anatomy.tied else []
-        return [*head, *layers, *again, *([] if self.anatomy.tied else touched)]
+        return [*head, *layers, *touched, *head, *([] if self.anatomy.tied else touched)]
 
     def _block(self, number: int, passage: Passage, work: int, hidden_BSD: Tensor) -> Tensor:
         return self.pieces.block(number, hidden_BSD, passage.given[work][number])
@@ -155,6 +160,7 @@ class LayerMajor:
             False when the sink abandoned the step; some of its gradients were then applied already.
         """
         assert (sink is not None) == self.residency.trains
+        self.residency.source.expect(self._backward_order(passage.touched))  # anew: with two passes this is the second
         last = passage.boundaries[-1]
         hidden_slopes = [torch.zeros(seen.hidden_TD.shape, device=self.device) for seen in passage.scored]
         head = self._head_gradient(passage, slopes, hidden_slopes)
