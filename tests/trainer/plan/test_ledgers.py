@@ -196,6 +196,19 @@ def test_an_update_costs_what_it_reads_and_writes() -> None:
     assert plan(train={"rule": "adamw", "optimizer_offload": "host"}).work.update_seconds == 0
 
 
+def test_masters_are_written_and_read_beside_the_weights() -> None:
+    one, whole = plan(train={"rule": "adamw"}), plan(train={"rule": "adamw", "dtype": "float32"})
+    assert one.sizes.master
+    assert not whole.sizes.master
+    updates = one.request.choices.batch.passes * one.request.choices.batch.minibatches
+    visits = one.sizes.num_micro * one.request.choices.batch.passes
+    assert visits > updates
+    each = 4 * one.request.card.parameters / one.request.hardware.device.hbm_bytes_per_second
+    assert whole.work.update_seconds == pytest.approx(7 * updates * each)
+    extra = 3 * updates + 4.5 * (visits - updates)
+    assert one.work.update_seconds == pytest.approx((7 * updates + extra) * each)
+
+
 def test_a_cpu_computes_each_type_at_its_own_rate() -> None:
     one = plan(model="qwen3-0.6b", hardware="cpu-server", train={"rule": "stateless"}, sample={"sequences": 4})
     rate = one.request.hardware.device.training_flops
