@@ -171,7 +171,7 @@ def quick_hardware(config: CampaignConfig) -> Hardware | None:
 
 def ranks_on(config: CampaignConfig) -> int:
     """Return the training processes that share this machine's memory."""
-    return max(config.machine.ranks, 1) if config.train.memory.weights == "sharded" else 1
+    return max(config.machine.ranks, 1) if config.train.memory.over_ranks else 1
 
 
 def too_small(plan: Plan, memory_bytes: float | None) -> str:
