@@ -519,8 +519,8 @@ class Sampler(Section):
     with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
     vllm: Vllm = Vllm()
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
-    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or (on GPUs) fp8 made while
-    loading. The learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
+    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or, on GPUs, fp8 made in loading.
+    The learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
     slots: Count = 256
     """Completions decoded at the same time."""
     processes: Annotated[int, Field(ge=0, le=64)] = 1
