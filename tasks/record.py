@@ -96,10 +96,10 @@ def begin(
 
 
 def finish(directory: Path, status: Status, **changes: Any) -> Record:
-    """Write how it ended; `changes` are further fields of the record."""
+    """Write how it ended; `changes` are further fields of the record, `ended` too where that is not now."""
     record = read_record(directory)
     assert record is not None, f"{directory} has no {RECORD} to finish"
-    return write_record(directory, replace(record, status=status, ended=time.time(), **changes))
+    return write_record(directory, replace(record, **{"ended": time.time(), **changes, "status": status}))
 
 
 def add_tags(directory: Path, tags: Mapping[str, str]) -> None:
