@@ -13,7 +13,8 @@ UNIT := not smoke and not vllm and not deepspeed and not gpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint reference docs-check format bench bench-trl bench-sync vllm-env smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint reference docs-check screenshots format bench bench-trl bench-sync deepspeed vllm-env smollm2 \
+  clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -50,6 +51,12 @@ test: $(VENV)/.installed  ## set up and run every test that this machine can run
 test-unit: $(VENV)/.installed  ## the fast tests only
 	$(PYTEST) -m "$(UNIT)"
 
+deepspeed: $(VENV)/.installed-deepspeed  ## DeepSpeed into .venv, for train.memory.weights: zero3 and its tests; nothing is compiled
+
+$(VENV)/.installed-deepspeed: $(VENV)/.installed
+	DS_BUILD_OPS=0 $(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,deepspeed]'
+	@touch $@
+
 vllm-env: .venv-vllm/.installed  ## vLLM (CPU build) in an environment of its own, .venv-vllm, for the sampler behind HTTP and its tests
 
 .venv-vllm/.installed: constraints-vllm.txt
@@ -70,6 +77,9 @@ reference: $(VENV)/.installed  ## write docs/reference.md, every key of a campai
 
 docs-check: setup  ## run every command that README.md and docs/ show, and check their links
 	$(BIN)/python -m tests.documentation
+
+screenshots: setup  ## take the pictures in docs/pictures anew, of a real sweep and campaign (needs Chromium; about 3 min)
+	$(BIN)/python -m tests.screenshots
 
 format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .

@@ -20,6 +20,9 @@ CONTINUOUS_BATCHING = 0.9  # share of slots that work while requests wait
 # last three written. Stateless: the gradient's norms and scaling, decay, the new value, what moved (four sums), what changed, and
 # the journal.
 UPDATE_ACCESSES = {"adamw": 7, "sgd": 3, "stateless": 32}
+# With float32 masters also: a micro-batch's 2-byte gradient is made float32 (0.5 + 1), from the second one on added
+# (2 + 1), and the weight is written from its master (1 + 0.5).
+MASTER_FIRST, MASTER_ADDED, MASTER_WRITTEN = 1.5, 4.5, 1.5
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
     share = 1.0 if scores else efficiency.trained_share
     train_flops = (forward * multiplier + adapters) * batch.passes * share
     flops_per_second = rate_of(request, sizes)
-    values = UPDATE_ACCESSES[choices.train.rule] * sizes.trained / sizes.shards
-    update = 4 * values / device.hbm_bytes_per_second * batch.passes * batch.minibatches
+    updates = batch.passes * batch.minibatches
+    values = UPDATE_ACCESSES[choices.train.rule] * updates + master_accesses(sizes, visits, updates)
+    update = 4 * values * sizes.trained / sizes.shards / device.hbm_bytes_per_second
     update = update if choices.train.optimizer_offload == "none" else 0.0
     train_seconds = train_flops / flops_per_second + visits * share * launches * (multiplier + 1)
     traffic = elements * sizes.activation_bytes * sizes.rank_tokens * batch.passes * share
@@ -101,6 +105,18 @@ def work_of(request: PlanRequest, sizes: Sizes) -> Work:
         multiplier=multiplier,
         **decode,
     )
+
+
+def master_accesses(sizes: Sizes, visits: float, updates: float) -> float:
+    """Return the float32 values that a step reads and writes for every parameter because weights have float32 masters.
+
+    Args:
+        visits: micro-batches of a step.
+        updates: optimizer steps of a step.
+    """
+    if not sizes.master:
+        return 0.0
+    return MASTER_FIRST * updates + MASTER_ADDED * max(visits - updates, 0.0) + MASTER_WRITTEN * updates
 
 
 def rate_of(request: PlanRequest, sizes: Sizes) -> float:
