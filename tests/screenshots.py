@@ -1,7 +1,7 @@
 """`python -m tests.screenshots` (`make screenshots`): the pictures in docs/pictures, taken of a real sweep and a real campaign.
 
-A sweep of three learning rates, `tithe up`, a small campaign started as the form in Prefect's UI does it; then a headless Chromium
-looks at the pages. About three minutes on 2 cores.
+A sweep of three learning rates, `tithe up`, a small campaign started as the form in Prefect's UI does it; then a headless
+Chromium looks at the pages. About three minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def start_campaign(prefect: str) -> str:
     """Start a campaign as the form does, wait for its end and return its flow run."""
     deployment = httpx.get(f"{prefect}/api/deployments/name/campaign/tithe", timeout=60).json()
     parameters = {"recipe": "params.yaml", "overrides": list(SMALL)}
-    asked = httpx.post(f"{prefect}/api/deployments/{deployment['id']}/create_flow_run", json={"parameters": parameters}, timeout=60)
+    asked = httpx.post(
+        f"{prefect}/api/deployments/{deployment['id']}/create_flow_run", json={"parameters": parameters}, timeout=60
+    )
     flow_run = str(asked.json()["id"])
     deadline = time.monotonic() + LIMIT_SECONDS
     while (state := httpx.get(f"{prefect}/api/flow_runs/{flow_run}", timeout=60).json()["state"])["type"] != "COMPLETED":
