@@ -69,9 +69,9 @@ def artifact_of(workspace: Workspace, run: Path, name: str) -> Path:
     place = workspace.artifact(name)
     manifest = read_manifest(place)
     record = read_record(run / stage.name) if stage is not None else None
-    if stage is not None and record is None and workspace.is_current(stage):  # not made here: pulled, or under another --run-dir
-        return place
     if stage is None or manifest is None or record is None or record.artifact is None:
+        if stage is not None and workspace.is_current(stage):  # pulled, or made under another --run-dir, or before a stopped attempt
+            return place
         maker = stage.name if stage is not None else name
         raise DataError(str(place), f"run {run.name} has no {name} yet; `tithe resume` finishes it (stage {maker})")
     if manifest["content_sha256"] != record.artifact["content_sha256"]:

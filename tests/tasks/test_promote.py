@@ -113,6 +113,11 @@ def test_what_was_pulled_and_not_made_here_can_be_exported(finished: Finish, tmp
     assert gate(workspace.run).passes
     export(workspace.run, tmp_path / "out", "vllm")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    merge = next(stage for stage in STAGES if stage.name == "merge")  # made anew by force, and stopped: the old one stands
+    begin(workspace.run / "merge", "stage", "merge", workspace.config, "i", {}, {})
+    finish(workspace.run / "merge", "KILLED")
+    assert workspace.is_current(merge)
+    export(workspace.run, tmp_path / "out", "vllm")
     shutil.rmtree(workspace.artifact("merged"))
     with pytest.raises(DataError, match="has no merged yet"):
         export(workspace.run, tmp_path / "out", "vllm")
