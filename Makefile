@@ -13,7 +13,8 @@ UNIT := not smoke and not vllm and not deepspeed and not gpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint reference docs-check screenshots format bench bench-trl bench-sync vllm-env smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint reference docs-check screenshots format bench bench-trl bench-sync deepspeed vllm-env smollm2 \
+  clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -49,6 +50,12 @@ test: $(VENV)/.installed  ## set up and run every test that this machine can run
 
 test-unit: $(VENV)/.installed  ## the fast tests only
 	$(PYTEST) -m "$(UNIT)"
+
+deepspeed: $(VENV)/.installed-deepspeed  ## DeepSpeed into .venv, for train.memory.weights: zero3 and its tests; nothing is compiled
+
+$(VENV)/.installed-deepspeed: $(VENV)/.installed
+	DS_BUILD_OPS=0 $(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,deepspeed]'
+	@touch $@
 
 vllm-env: .venv-vllm/.installed  ## vLLM (CPU build) in an environment of its own, .venv-vllm, for the sampler behind HTTP and its tests
 

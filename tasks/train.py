@@ -11,7 +11,7 @@ import csv
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tasks.anchors import origin_of
 from tasks.command import main
-from tasks.ranks import Rank, launch
+from tasks.ranks import RANKS, Rank, launch
 from tasks.registry import StagePaths
 from trainer.anchors.guard import AnchorGuard
 from trainer.anchors.recall import AdapterRecall, BaseRecall, Recall
@@ -45,10 +45,10 @@ from trainer.learn.tiered import TieredAdapterEngine
 from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
 from trainer.memory.sharded import ShardedSource
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
-from trainer.policy.load import check_vocabulary, eos_token_ids, load_model
+from trainer.policy.load import check_vocabulary, eos_token_ids, load_model, pick_device, true_shape
 from trainer.policy.policy import Policy, build_policy
 from trainer.policy.tokenizer import load_tokenizer
-from trainer.processes import return_freed_memory
+from trainer.processes import fit_malloc
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
@@ -114,6 +114,9 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
 def load_policy(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> tuple[Policy, Engine | None]:
     """Return the base as a policy, its weights in their place, and the engine over them; None stands for the plain one."""
     train, base = config.train, paths.inputs["base"]
+    if train.memory.weights == "zero3":
+        assert rank is not None
+        return load_in_pieces(config, base, rank)
     if not train.layer_major:
         policy = build_policy(load_model(base, config.base.dtype, config.machine.device), train, config.campaign.seed)
         return policy, PlainEngine(policy, train, paths.run / OPTIMIZER_STATE)
@@ -123,6 +126,19 @@ def load_policy(config: CampaignConfig, paths: StagePaths, rank: Rank | None = N
     if train.method == "full":
         return policy, build_stateless(residency, train, config.campaign.seed)
     return policy, TieredAdapterEngine(policy, train, residency, boundary_device(train.memory))
+
+
+def load_in_pieces(config: CampaignConfig, base: Path, rank: Rank) -> tuple[Policy, Engine]:
+    """Return the base as a policy that DeepSpeed ZeRO-3 has cut over ranks, and the engine over it."""
+    from trainer.engine import zero3
+
+    train, device = config.train, pick_device(config.machine.device)
+    zero3.begin(device, rank.first_run / RANKS)
+    zero3.self_test(train, device)
+    with zero3.loading(train, config.base.dtype, base):
+        model = load_model(base, config.base.dtype, config.machine.device)
+    policy = build_policy(model, train, config.campaign.seed)
+    return policy, zero3.Zero3Engine(policy, train)
 
 
 def build_learner(
@@ -212,7 +228,7 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     count = min(config.preflight.num_prompts, train.batch.prompts_per_step)
     sources = train.stages[0].sources
     prompts = [prompt for prompt in crew.prompts if sources is None or prompt.source in sources][:count]
-    num_parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    num_parameters = sum(true_shape(parameter).numel() for parameter in policy.model.parameters())
     cap = train.stages[0].max_completion_tokens or train.sampling.max_completion_tokens
     params = SamplingParams(train.sampling.temperature, cap, crew.eos_token_ids)
     size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
@@ -230,31 +246,38 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     return look_and_record
 
 
-def together(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
-    """Return what lets ranks run different numbers of forward passes of a sharded policy."""
+def together(policy: Policy, engine: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets ranks run different numbers of forward passes of a policy that they share."""
     residency = policy.residency
-    assert residency is not None
+    if residency is None:
+        evened: Callable[[], AbstractContextManager[None]] = engine.together
+        return evened
     source = residency.source
     assert isinstance(source, ShardedSource)
     return lambda: source.together(residency.walk)
 
 
-def save_policy(policy: Policy, paths: StagePaths, tokenizer: Any, team: Team) -> None:
+def save_policy(policy: Policy, engine: Any, paths: StagePaths, tokenizer: Any, team: Team) -> None:
     """Write the policy, by the first rank; the others give it their pieces."""
-    if team.is_first:
-        policy.save(paths.out, tokenizer)
-    else:
-        assert policy.residency is not None
-        assert not list(policy.residency.source.peek())
+    whole = getattr(engine, "whole", nullcontext)  # of what lies in pieces
+    with whole():
+        if team.is_first:
+            policy.save(paths.out, tokenizer)
+        elif policy.residency is not None:
+            assert not list(policy.residency.source.peek())
 
 
 def run(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
-    """Train, from the newest checkpoint where there is one, and write the policy; over ranks, where weights are sharded.
+    """Train, from the newest checkpoint where there is one, and write the policy; over ranks, where they share the weights.
 
     Raises:
         StopRequested: asked to stop; a checkpoint was written. Any other TitheError that names what is wrong.
     """
-    return launch(config, paths) if config.train.memory.weights == "sharded" else train(config, paths)
+    if config.train.memory.weights == "zero3":
+        from trainer.engine.zero3 import check_installed
+
+        check_installed()
+    return launch(config, paths) if config.train.memory.over_ranks else train(config, paths)
 
 
 def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> dict[str, Any]:
@@ -263,7 +286,7 @@ def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -
     Args:
         rank: of the team that this process is one of; its run directory is then `paths.run`.
     """
-    return_freed_memory()
+    fit_malloc(paths.inputs["base"])
     team = rank.team if rank else ALONE
     place = Run(paths.run, paths.identity, team, rank.first_run if rank else None)
     if config.train.schedule != "sync" and (paths.run / RESULT).exists():
@@ -294,7 +317,7 @@ def train_with(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampler: Sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
     if rank is not None:
-        sampler = TeamSampler(rank.team, sampler, together(policy))
+        sampler = TeamSampler(rank.team, sampler, together(policy, engine))
     try:
         eos = eos_token_ids(policy.model, tokenizer)
         guard = build_guard(config, paths, learner, sampler, prompts, eos, rank)
@@ -304,7 +327,7 @@ def train_with(
             choose_schedule(config, crew, paths, place, wish, first_look(config, crew, policy)).run()
     finally:
         sampler.close()
-    save_policy(policy, paths, tokenizer, team)
+    save_policy(policy, engine, paths, tokenizer, team)
     clear_tiers(policy, learner)
     shutil.rmtree(paths.run / OPTIMIZER_STATE, ignore_errors=True)
     curve = write_curve(paths.run, paths.out / CURVE) if team.is_first else {}

@@ -19,7 +19,7 @@ from tasks.compare import differing, from_files, table
 from tasks.record import read_record
 from tasks.runs import read_run
 from tasks.sweep import Outcome, Spec, Sweep, Trial
-from tasks.tracking import is_behind, read_rows, tracking_uri
+from tasks.tracking import Sidecar, is_behind, read_rows, tracking_uri
 from trainer.errors import BusyError, StopRequested, TitheError
 from trainer.files import read_json, read_manifest
 from trainer.metrics import read_lines
@@ -175,9 +175,9 @@ def test_mlflow_shows_the_trials_as_children_of_the_sweep(sweep: Make, mlflow_st
     client = MlflowClient(tracking_uri=tracking_uri())
     experiment = client.get_experiment_by_name("tiny")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.sweep = 'sweep'")
-    (parent,) = [run for run in runs if run.data.tags["kind"] == "sweep"]
-    trials = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    parent = client.get_run(Sidecar.read(runner.sweep.root).run_id)  # by its id: the store has the sweeps of other tests too
+    assert parent.data.tags["kind"] == "sweep"
+    trials = client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert {run.info.run_name for run in trials} == {"learning_rate=1e-4", "learning_rate=2e-4", "learning_rate=4e-4"}
     assert {run.data.params["sweep.train.optimizer.learning_rate"] for run in trials} == {"1e-4", "2e-4", "4e-4"}
     assert {round(run.data.metrics["objective"], 6) for run in trials} == {0.1, 0.2, 0.4}

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.errors import ModelError
 from trainer.learn.kl import MAX_LOG_MASS, log1mexp
 from trainer.policy.forward import TokenPair, completion_logits, scoring, tempered_logits
+from trainer.policy.load import true_shape
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Voice:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return int(true_shape(self.model.get_output_embeddings().weight)[0])
 
     def score(self, drawn: Sequence[Drawn], top_k: int, temperature: float) -> dict[str, Tensor]:
         lengths = [len(d.completion) for d in drawn]

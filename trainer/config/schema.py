@@ -26,6 +26,9 @@ Count = Annotated[int, Field(ge=1)]
 WIDEST_FIELD = 4096  # characters that a prompt template may pad a field to
 
 
+FP8_ON_CPU = "vLLM's CPU engine has no fp8 matrices; set int8 or none, or give machine.device a GPU"
+
+
 class Refusal(ValueError):
     """A combination that makes no sense: key (dotted, relative to the model that raises), value, why and what to set."""
 
@@ -331,9 +334,10 @@ class Optimizer(Section):
 class Memory(Section):
     """Where the weights are while they do not compute. `tiered` and `stateless` run layer by layer over all micro-batches."""
 
-    weights: Literal["resident", "tiered", "sharded"] = "resident"
+    weights: Literal["resident", "tiered", "sharded", "zero3"] = "resident"
     """`resident`: in the memory of the device. `tiered`: on a disk or the host, fetched layer by layer ahead of their use.
-    `sharded`: a piece of every layer on each of machine.ranks processes (torch FSDP2); one is whole only while it computes."""
+    `sharded`: a piece of every layer on each of machine.ranks processes (torch FSDP2); one is whole only while it computes.
+    `zero3`: the same by DeepSpeed ZeRO-3 for the backbone of an adapter, whose AdamW state is in pieces too."""
     split: bool = False
     """Keep bfloat16 weights with 16 more bits that only the update reads: exact float32 for 4 bytes a weight."""
     source: Literal["disk", "host"] = "disk"
@@ -343,7 +347,7 @@ class Memory(Section):
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Of `tiered`: layers fetched ahead. 0 fetches a layer when it is needed."""
     resident_layers: Annotated[int, Field(ge=0)] = 0
-    """Of `tiered`: so many layers, the first ones, stay in memory."""
+    """Of `tiered`: so many layers, the first ones, stay in memory; on a GPU on the device."""
     boundaries: Literal["device", "host"] = "device"
     """Where hidden states between layers wait for backward."""
     journal: Literal["disk", "memory"] = "disk"
@@ -352,11 +356,16 @@ class Memory(Section):
     @model_validator(mode="after")
     def _check(self) -> Memory:
         if self.weights != "tiered" and self.resident_layers:
-            other = "all layers are resident" if self.weights == "resident" else "sharded layers lie in pieces"
+            other = "layers lie in pieces on all ranks" if self.over_ranks else "all layers are resident"
             refuse("resident_layers", self.resident_layers, f"{other}; set weights: tiered, or leave this out")
         if self.weights == "sharded" and self.split:
             refuse("split", True, "pieces of sharded weights have no lower halves; leave it out, or set base.dtype: float32")
         return self
+
+    @property
+    def over_ranks(self) -> bool:
+        """Whether processes share the weights."""
+        return self.weights in ("sharded", "zero3")
 
 
 class Heartbeat(Section):
@@ -510,8 +519,8 @@ class Sampler(Section):
     with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
     vllm: Vllm = Vllm()
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
-    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or fp8 made while loading. The
-    learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
+    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or, on GPUs, fp8 made in loading.
+    The learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
     slots: Count = 256
     """Completions decoded at the same time."""
     processes: Annotated[int, Field(ge=0, le=64)] = 1
@@ -673,7 +682,7 @@ class Train(Section):
     @property
     def layer_major(self) -> bool:
         """Whether an optimizer step runs layer by layer over all micro-batches."""
-        return self.optimizer.kind == "stateless" or self.memory.weights != "resident"
+        return self.optimizer.kind == "stateless" or self.memory.weights not in ("resident", "zero3")
 
     @model_validator(mode="after")
     def _check(self) -> Train:
@@ -697,6 +706,8 @@ class Train(Section):
             refuse("optimizer.offload", self.optimizer.offload, "with tiered weights the adapter's state stays; set none")
         if self.memory.weights == "sharded":
             self._check_sharded()
+        if self.memory.weights == "zero3":
+            self._check_zero3()
         if stateless and self.algorithm.kl.reference == "exact":
             refuse("algorithm.kl.reference", "exact", "needs a second copy of all weights; set anchors or int8_streamed")
         if self.schedule != "sync":
@@ -730,6 +741,20 @@ class Train(Section):
             refuse("optimizer.rule", "sinkhorn", "needs rows and columns whole, which no rank of a sharded run has; set rms")
         if self.schedule != "sync":
             refuse("schedule", self.schedule, "the ranks of a sharded run sample and learn in step; set schedule: sync")
+
+    def _check_zero3(self) -> None:
+        if self.method == "full" or self.optimizer.kind != "adamw":
+            fix = "set method: lora and optimizer.kind: adamw, or memory.weights: sharded for a stateless rule over every weight"
+            refuse("memory.weights", "zero3", f"shares the backbone of an adapter; {fix}")
+        if self.schedule != "sync":
+            refuse("schedule", self.schedule, "the ranks of zero3 sample and learn in step; set schedule: sync")
+        if self.optimizer.offload == "nvme":
+            refuse("optimizer.offload", "nvme", "DeepSpeed keeps pieces of AdamW's state in memory; set cpu or none")
+        if self.lora.dropout:
+            refuse("lora.dropout", self.lora.dropout, "the ranks of zero3 would each draw their own; set 0")
+        if self.algorithm.kl.reference == "int8_streamed":
+            problem = "the backbone is there already, with its adapter off; set exact or anchors"
+            refuse("algorithm.kl.reference", "int8_streamed", problem)
 
     def _check_pooled(self) -> None:
         if self.schedule == "colocated" and self.method == "full":
@@ -1038,7 +1063,7 @@ class Machine(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads of the worker, of all its ranks together; 0 takes all cores."""
     ranks: Annotated[int, Field(ge=0)] = 0
-    """Processes on each machine that share the weights; only with train.memory.weights: sharded. 0: one a GPU, or one."""
+    """Processes on each machine that share the weights; with train.memory.weights: sharded or zero3. 0: one a GPU, or one."""
     nodes: Count = 1
     """Machines that do so; each of the others is started with the command that the run's first event tells."""
     rendezvous: str = ""
@@ -1092,10 +1117,12 @@ class CampaignConfig(Section):
                 refuse(f"train.stages.{index}.sources", unknown, f"no such entry in prepare.sources; there are {sorted(known)}")
         if self.train.memory.split and self.base.dtype == "float32":
             refuse("train.memory.split", True, "float32 weights are whole already; set base.dtype: bfloat16, or leave it out")
-        if self.train.memory.weights != "sharded" and max(self.machine.ranks, self.machine.nodes) > 1:
+        if not self.train.memory.over_ranks and max(self.machine.ranks, self.machine.nodes) > 1:
             key = "ranks" if self.machine.ranks > 1 else "nodes"
-            problem = "only sharded weights have several; set train.memory.weights: sharded, or leave it out"
+            problem = "only shared weights have several; set train.memory.weights: sharded or zero3, or leave it out"
             refuse(f"machine.{key}", getattr(self.machine, key), problem)
+        if self.train.sampler.quantization == "fp8" and self.machine.device == "cpu":
+            refuse("train.sampler.quantization", "fp8", FP8_ON_CPU)
         self._check_anchors()
         if self.train.algorithm.kl.reference == "anchors" and self.anchors.num_prompts == 0:
             refuse("train.algorithm.kl.reference", "anchors", "anchors.num_prompts is 0; set it above 0 or use reference: exact")
@@ -1114,6 +1141,9 @@ class CampaignConfig(Section):
         temperature = self.train.sampling.temperature
         if self.anchors.reference == "adapter_off" and self.train.method == "full":
             refuse("anchors.reference", "adapter_off", "every weight trains, so nothing can be switched off; set resident")
+        if self.anchors.reference in ("resident", "int8_streamed") and self.train.memory.weights == "zero3":
+            problem = "the ranks of zero3 hold the backbone already, with its adapter off; set auto"
+            refuse("anchors.reference", self.anchors.reference, problem)
         if self.anchors.reference == "vllm" and temperature != 1:
             refuse(
                 "anchors.reference",

@@ -87,7 +87,7 @@ def recalled_base(
     Args:
         directory, dtype, device, train, run, mesh: as in `place_weights`.
     """
-    if train.memory.weights == "resident":
+    if train.memory.weights in ("resident", "zero3"):
         yield load_model(directory, dtype, device), None
         return
     cold = (Path(train.memory.directory) if train.memory.directory else run) / "recalled"

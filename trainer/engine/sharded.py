@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -160,6 +160,20 @@ class ShardedReference(Int8Reference):
         return shared_scores(works, self.schedule, outer.inner)
 
 
+class Shares(Protocol):
+    """Ranks that share forward passes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return values added up over ranks."""
+        ...
+
+
 def share_of(works: Sequence[Work], source: ShardedSource) -> list[Work]:
     """Return this rank's works; one that has none runs along with the first: the others need it to gather and to reduce."""
     return list(works[source.rank :: source.num_ranks] or works[:1])
@@ -170,7 +184,7 @@ def shared_scores(works: Sequence[Work], schedule: LayerMajor, source: ShardedSo
     return all_scores(works, schedule.score(share_of(works, source)), source) if works else []
 
 
-def all_scores(works: Sequence[Work], mine: Sequence[TokenScores], source: ShardedSource) -> list[TokenScores]:
+def all_scores(works: Sequence[Work], mine: Sequence[TokenScores], source: Shares) -> list[TokenScores]:
     """Return the scores of all works on every rank, given those of this rank's share."""
     device = mine[0].logprobs_TK.device
     lengths = [work.ids_TK.numel() + work.entropy * len(work.ids_TK) for work in works]

@@ -11,6 +11,7 @@ Legend: B sequences, S positions, D hidden, T completion tokens, K token ids loo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,21 +83,44 @@ class TokenScorer:
             with head_at(self.model, where_T // width, where_T % width):
                 logits_TV = self.model(input_ids=input_ids_BS, use_cache=False).logits[0]
             return score_logits(logits_TV, ids_TK, self.temperature, entropy)
-        hidden_BSD = self.decoder(input_ids=input_ids_BS, use_cache=False).last_hidden_state
-        hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, where_T)
-        chunk_tokens = max(CHUNK_ELEMENTS // self.head.weight.shape[0], 1)
-        if len(where_T) <= chunk_tokens:
-            return self._chunk(hidden_TD, ids_TK, entropy)
-        recompute = torch.is_grad_enabled()
-        chunks = []
-        for hidden_cD, ids_cK in zip(hidden_TD.split(chunk_tokens), ids_TK.split(chunk_tokens), strict=True):
-            if recompute:
-                options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-                chunks.append(checkpoint(self._chunk, hidden_cD, ids_cK, entropy, **options))
-            else:
-                chunks.append(self._chunk(hidden_cD, ids_cK, entropy))
-        entropies = [chunk.entropy_T for chunk in chunks if chunk.entropy_T is not None]
-        return TokenScores(torch.cat([c.logprobs_TK for c in chunks]), torch.cat(entropies) if entropies else None)
+        hidden_TD = self.hidden(input_ids_BS, where_T)
+        return in_chunks(self.head, self.head.weight.shape[0], hidden_TD, ids_TK, self.temperature, entropy)
 
-    def _chunk(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, entropy: bool) -> TokenScores:
-        return score_logits(self.head(hidden_TD), ids_TK, self.temperature, entropy)
+    def hidden(self, input_ids_BS: torch.Tensor, where_T: torch.Tensor) -> torch.Tensor:
+        """Return the head's input at some positions [T, D]."""
+        hidden_BSD: torch.Tensor = self.decoder(input_ids=input_ids_BS, use_cache=False).last_hidden_state
+        return hidden_BSD.flatten(0, 1).index_select(0, where_T)
+
+
+def in_chunks(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    hidden_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    temperature: float,
+    entropy: bool,
+) -> TokenScores:
+    """Return log-probs and entropy from the head's input, at most `CHUNK_ELEMENTS` logits at a time.
+
+    Args:
+        head: hidden states to logits.
+        vocabulary: number of logits of a position.
+        hidden_TD, ids_TK, temperature, entropy: as in `TokenScorer.score`.
+    """
+
+    def chunk(hidden_TD: torch.Tensor, ids_TK: torch.Tensor) -> TokenScores:
+        return score_logits(head(hidden_TD), ids_TK, temperature, entropy)
+
+    chunk_tokens = max(CHUNK_ELEMENTS // vocabulary, 1)
+    if len(hidden_TD) <= chunk_tokens:
+        return chunk(hidden_TD, ids_TK)
+    recompute = torch.is_grad_enabled()
+    chunks = []
+    for hidden_cD, ids_cK in zip(hidden_TD.split(chunk_tokens), ids_TK.split(chunk_tokens), strict=True):
+        if recompute:
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            chunks.append(checkpoint(chunk, hidden_cD, ids_cK, **options))
+        else:
+            chunks.append(chunk(hidden_cD, ids_cK))
+    entropies = [part.entropy_T for part in chunks if part.entropy_T is not None]
+    return TokenScores(torch.cat([part.logprobs_TK for part in chunks]), torch.cat(entropies) if entropies else None)

@@ -135,6 +135,10 @@ class PolicyOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
         return torch.nn.utils.get_total_norm([p.grad for p in self.stepped.values() if p.grad is not None])
 
+    def norms(self) -> torch.Tensor:
+        """Return the 2-norm of each weight's gradient, in the order of `stepped`; `grad_norm` comes first."""
+        return torch.stack([torch.linalg.vector_norm(p.grad) for p in self.stepped.values() if p.grad is not None])
+
     def first_bad_gradient(self) -> str | None:
         """Return the name of the first tensor whose gradient is not finite."""
         for name, parameter in self.stepped.items():

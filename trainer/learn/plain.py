@@ -67,8 +67,7 @@ class PlainEngine:
     def step(self, terms: Sequence[Term], rate: float, number: int) -> Outcome:
         loss, norm = self.accumulate(terms), self.optimizer.grad_norm()
         names = list(self.optimizer.stepped)
-        squares = torch.stack([torch.linalg.vector_norm(p.grad) for p in self.optimizer.stepped.values() if p.grad is not None])
-        *each, total, value = torch.cat([squares.double(), norm.double()[None], loss.double()[None]]).tolist()
+        *each, total, value = torch.cat([self.optimizer.norms().double(), norm.double()[None], loss.double()[None]]).tolist()
         layers: dict[str, float] = {}
         for name, single in zip(names, each, strict=True):
             layers[layer_of(name)] = layers.get(layer_of(name), 0.0) + single**2

@@ -5,17 +5,17 @@
 The two streams are apart because a link to the host moves both ways at once. A slot is overwritten only after the event that was
 recorded behind its last use; the computation waits for the event behind the copy. Slots are allocated once and owned here, so no
 tensor crosses streams in the allocator's hands. Host buffers are registered with the driver at their exact size (torch's own
-pinning rounds up to a power of two); where that fails they stay pageable, copies are then synchronous, and `pinned` says so.
+pinning rounds up to a power of two); where that fails they stay pageable, and copies are then synchronous.
 
 `HostLane` does the same without a device, so that the hand-over of slots can be tested on a CPU.
 """
 
 from __future__ import annotations
 
-import weakref
+import mmap
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -110,19 +110,32 @@ class HostLane:
         """Nothing to wait for."""
 
 
-def register(buffer: Tensor) -> bool:
-    """Pin a host buffer at its exact size for as long as it lives; False where the driver refuses."""
+class _Pages(mmap.mmap):
+    """Pages of host memory with nothing else on them, for the driver pins whole pages; unpinned before they are given back."""
+
+    address = 0  # where they are pinned
+
+    def __del__(self) -> None:
+        if self.address:
+            self.unpin(self.address)
+
+    unpin: Callable[[int], Any]
+
+
+def _pin(pages: _Pages, buffer: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
-    if buffer.nbytes == 0 or int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) != 0:
-        return False
-    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
-    return True
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
+        pages.unpin, pages.address = runtime.cudaHostUnregister, buffer.data_ptr()
+        return
+    with suppress(RuntimeError):  # the next launch would raise what the driver remembers of this
+        torch.zeros(1, device="cuda")
 
 
 def pinned_buffer(num_bytes: int) -> Tensor:
-    """Return exact-size host memory, pinned where the driver allows it."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    register(buffer)
+    """Return exact-size host memory, pinned where the driver allows it (`Tensor.is_pinned` tells)."""
+    pages = _Pages(-1, max(num_bytes, 1))
+    buffer = torch.frombuffer(pages, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+    _pin(pages, buffer if num_bytes else torch.frombuffer(pages, dtype=torch.uint8))
     return buffer
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 Rule = Literal["sgd", "sign", "rms", "sinkhorn"]
 Rounding = Literal["stochastic", "nearest"]
 CHUNK = 2**18  # elements of one pass on a CPU; even, so that chunks begin on a pair of random halves
-DEVICE_CHUNK = 2**22  # the same on a device, where a pass is some forty launches
+DEVICE_CHUNK = 2**24  # the same on a device, where a pass is some fifty launches
 SINKHORN_ROUNDS = 5
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # lowbias32, as signed 32-bit numbers
 

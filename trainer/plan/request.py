@@ -332,7 +332,7 @@ def choices_of(
     reference = exact if kl.reference == "exact" else kl.reference
     memory = train.memory
     prompt_cap = config.prepare.max_prompt_tokens
-    devices = max(config.machine.ranks, 1) * config.machine.nodes if memory.weights == "sharded" else 1
+    devices = max(config.machine.ranks, 1) * config.machine.nodes if memory.over_ranks else 1
     tree: dict[str, Any] = {
         "devices": devices,
         "train": {
@@ -340,7 +340,7 @@ def choices_of(
             "rule": train.optimizer.kind,
             "dtype": config.base.dtype,
             "gradient_dtype": "float32",  # micro-batches add up in float32
-            "residency": "resident" if memory.weights == "sharded" and devices == 1 else memory.weights,
+            "residency": "resident" if memory.over_ranks and devices == 1 else memory.weights,
             "cold": memory.source,
             "resident_layers": memory.resident_layers,
             "slots": memory.prefetch + 2 if memory.prefetch else 1,

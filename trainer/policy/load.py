@@ -73,6 +73,12 @@ def load_model(directory: Path, dtype: str = "float32", device: str = "cpu", **o
     return on_device
 
 
+def true_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight, of which a rank may hold a piece only (DeepSpeed's `ds_shape`)."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | str) -> None:
     """Refuse a tokenizer whose ids the model has no embedding for, or that lacks the tokens that end the model's answers.
 
@@ -80,7 +86,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         source: what the two were loaded from, for the message.
     """
     embedding: Any = model.get_input_embeddings()
-    rows, highest = embedding.weight.shape[0], max(tokenizer.get_vocab().values())
+    rows, highest = true_shape(embedding.weight)[0], max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise ModelError(
             f"{source}: the tokenizer has ids up to {highest}, the model embeds {rows} tokens; this is another model's tokenizer"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.schema import Train
 from trainer.memory.residency import Residency
-from trainer.policy.load import save_model
+from trainer.policy.load import save_model, true_shape
 from trainer.policy.lora import add_lora, save_adapter
 
 _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout", "dropout_p", "activation_dropout", "resid_dropout", "hidden_dropout")
@@ -39,7 +39,7 @@ class Policy:
         """Number of weights that train."""
         if self.adapter is None and self.residency is not None:
             return self.residency.anatomy.num_parameters
-        return sum(parameter.numel() for parameter in self.trainable.values())
+        return sum(true_shape(parameter).numel() for parameter in self.trainable.values())
 
     @property
     def device(self) -> torch.device:

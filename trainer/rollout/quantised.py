@@ -2,7 +2,6 @@
 
     int8   W [O, I] -> int8 values and a scale for every output row; the engine quantises activations token by token
     int4   W [O, I] -> 4-bit values, eight to an int32, and a scale for every `group` inputs of a row
-    fp8    no copy: the engine makes it while it loads
 
 The matrices of the decoder layers are quantised; embedding, head, norms and routers keep their type. The learner keeps the
 unquantised backbone, so the sampler is another policy by as much as rounding changes it: the probe measures that and decides
@@ -29,7 +28,7 @@ from trainer.errors import ModelError
 from trainer.files import damage, new_directory, read_manifest, write_json, write_manifest
 from trainer.policy.weights import INDEX, SINGLE, PlannedTensor, WeightReader, write_shards
 
-Kind = Literal["int8", "int4", "fp8"]
+Kind = Literal["int8", "int4"]
 _GROUPS = (128, 64, 32)  # sizes that the engines have kernels for, the best compressing first
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
@@ -50,9 +49,6 @@ def quantise_rows(weight_OI: Tensor, largest: int, group: int) -> tuple[Tensor, 
 
 def rounded(weight_OI: Tensor, kind: Kind, group: int) -> Tensor:
     """Return a matrix as it is after quantisation, in its own type; `group` is that of int4."""
-    if kind == "fp8":
-        scale_O1 = weight_OI.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448  # the largest value of e4m3
-        return ((weight_OI.float() / scale_O1).to(torch.float8_e4m3fn).float() * scale_O1).to(weight_OI.dtype)
     group = weight_OI.shape[1] if kind == "int8" else group
     values, scale_OG = quantise_rows(weight_OI, 127 if kind == "int8" else 7, group)
     grouped = values.float().view(len(values), -1, group) * scale_OG.unsqueeze(-1)
@@ -83,7 +79,7 @@ def write_quantised(base: Path, target: Path, kind: Kind, round_only: bool, max_
     Args:
         base: model directory with safetensors; only read.
         target: becomes a model directory.
-        round_only: keep the base's type, for engines that have no kernels; see above. fp8 has no other copy.
+        round_only: keep the base's type, for engines that have no kernels; see above.
 
     Raises:
         ModelError: the base is quantised already, or has matrices that the format cannot hold.
@@ -109,7 +105,7 @@ def write_quantised(base: Path, target: Path, kind: Kind, round_only: bool, max_
     for name in weights.names:
         if name not in chosen:
             plan.append(_kept(weights, name, lambda tensor: tensor))
-        elif round_only or kind == "fp8":
+        elif round_only:
             plan.append(_kept(weights, name, lambda tensor: rounded(tensor, kind, group)))
         else:
             plan += _plan(weights, name, kind, group)
@@ -118,7 +114,7 @@ def write_quantised(base: Path, target: Path, kind: Kind, round_only: bool, max_
             if path.is_file() and path.name not in (INDEX, SINGLE, "manifest.json") and path.suffix != ".safetensors":
                 shutil.copyfile(path, directory / path.name)
         write_shards(directory, plan, max_shard_bytes)
-        if not round_only and kind != "fp8":
+        if not round_only:
             write_json(directory / "config.json", {**config, "quantization_config": describe(kind, group)})
         write_manifest(directory, facts)
     return target

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from trainer.config.schema import CampaignConfig
-from trainer.errors import StalledError, StopRequested
+from trainer.config.schema import FP8_ON_CPU, CampaignConfig
+from trainer.errors import ConfigError, StalledError, StopRequested
 from trainer.experience.pool import Order, Pool
 from trainer.files import sha256_text
 from trainer.metrics import RunWriter
@@ -283,7 +283,7 @@ def build_vllm(
     else:
         backbone = quantised_backbone(assignment, config, base, writer)
         caps = [stage.max_completion_tokens or train.sampling.max_completion_tokens for stage in train.stages]
-        more = {"--quantization": "fp8"} if train.sampler.quantization == "fp8" and backbone == base else {}
+        more = {"--quantization": "fp8"} if train.sampler.quantization == "fp8" else {}
         server = VllmServer(config, backbone, assignment.directory, longest_prompt + max(caps), more, assignment.threads)
         server.wait(lambda: writer.heartbeat(f"{STARTING} vLLM"))
         servers, model = [Server(server.url, deadline)], server.name
@@ -311,7 +311,9 @@ def quantised_backbone(assignment: Assignment, config: CampaignConfig, base: Pat
     """Return the directory that the engine loads: the base, or a copy with matrices of fewer bits."""
     kind = config.train.sampler.quantization
     on_gpu = config.machine.device != "cpu" and torch.cuda.is_available()
-    if kind == "none" or (kind == "fp8" and on_gpu):
+    if kind == "fp8" and not on_gpu:
+        raise ConfigError("train.sampler.quantization", kind, FP8_ON_CPU)
+    if kind == "none" or kind == "fp8":
         return base
     writer.heartbeat(f"{STARTING}: quantising the backbone")
     if not on_gpu:

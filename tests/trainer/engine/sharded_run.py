@@ -6,6 +6,7 @@ sharded_run.py OUT KIND DTYPE RULE CLIPPING [START [gloo | nccl | cuda-gloo]]
 from __future__ import annotations
 
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,9 @@ def pieces(engine: ShardedEngine) -> dict[str, torch.Tensor]:
 def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str = "", how: str = "gloo") -> None:
     torch.set_num_threads(1)
     device = "cpu" if how == "gloo" else "cuda"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.init()
     dist.init_process_group({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "cuda-gloo": "cpu:gloo,cuda:gloo"}[how])
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     residency = streamed(

@@ -245,7 +245,7 @@ def test_the_8_bit_reference_streams(where: str, bases: Bases, tmp_path: Path) -
     memory = {"weights": "resident"} if where == "resident" else {"weights": "tiered", "source": where}
     for dtype, most in (("float32", 0.02), ("bfloat16", 0.06)):
         reference = place_reference(bases("llama", dtype), dtype, DEVICE, train_of({"memory": memory}), tmp_path)
-        scorer = TokenScorer(load_model(bases("llama", "float32")), 1.0)
+        scorer = TokenScorer(load_model(bases("llama", dtype)), 1.0)
         with torch.no_grad():
             whole = [scorer.score(work.input_ids_BS, work.where_T, work.ids_TK) for work in make_works()]
         for _ in range(2):

@@ -14,7 +14,7 @@ from trainer.errors import ModelError
 from trainer.files import write_manifest
 from trainer.policy.load import save_model
 from trainer.policy.tokenizer import character_tokenizer
-from trainer.rollout.quantised import Kind, pack_int4, quantise_rows, rounded, write_quantised
+from trainer.rollout.quantised import pack_int4, quantise_rows, rounded, write_quantised
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
 
@@ -51,10 +51,9 @@ def test_int4_packs_eight_values_the_first_in_the_lowest_bits() -> None:
     assert torch.allclose(again, rounded(weight, "int4", 32))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_rounding_alone_keeps_names_types_and_configuration(base: Path, tmp_path: Path, kind: Kind) -> None:
+def test_rounding_alone_keeps_names_types_and_configuration(base: Path, tmp_path: Path) -> None:
     before = load_file(base / "model.safetensors")
-    made = load_file(write_quantised(base, tmp_path / "copy", kind, round_only=True) / "model.safetensors")
+    made = load_file(write_quantised(base, tmp_path / "copy", "int8", round_only=True) / "model.safetensors")
     assert made.keys() == before.keys()
     assert all(made[name].dtype == before[name].dtype for name in made)
     changed = {name for name in made if not torch.equal(made[name], before[name])}

@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainer.policy.test_versions import Pair, move, tiny_policy
 from tests.trainer.rollout.vllm_fake import FakeVllm, Mischief, Raw
 from trainer.config import validate
 from trainer.config.load import lay_over
 from trainer.errors import ConfigError, MismatchError, ModelError, StalledError
+from trainer.metrics import RunWriter
 from trainer.policy.versions import PolicyStore
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.rollout.follower import Follower
 from trainer.rollout.vllm import VllmSampler, introduce
 from trainer.rollout.vllm_http import Garbled, Server, read_answer
 from trainer.rollout.vllm_server import VllmServer, arguments, free_port, lora_rank
+from trainer.schedule.sampler_process import Assignment
+from trainer.schedule.sampling import quantised_backbone
 from trainer.types import Completion, Request, SamplingParams
 
 PARAMS = SamplingParams(0.7, 6, (1,))
@@ -408,6 +412,17 @@ def test_the_command_line_says_what_the_recipe_says(tmp_path: Path) -> None:
 def test_choices_that_make_no_sense_are_refused(difference: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         validate(lay_over(CONFIG, {"train": difference}))
+
+
+def test_fp8_on_a_cpu_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    tree = lay_over(CONFIG, {"train": {"sampler": {"quantization": "fp8"}}})
+    said = "sampler.quantization.*vLLM's CPU engine has no fp8 matrices; set int8 or none"
+    with pytest.raises(ConfigError, match=said):
+        validate(lay_over(tree, {"machine": {"device": "cpu"}}))
+    if not torch.cuda.is_available():  # `auto` is known only where the sampler runs
+        assignment = Assignment("s0", str(tmp_path), "", "base", "prompts", 1, {})
+        with pytest.raises(ConfigError, match=said):
+            quantised_backbone(assignment, validate(tree), tmp_path / "base", RunWriter(tmp_path))
 
 
 STRANGER = """
