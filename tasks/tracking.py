@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -417,7 +418,8 @@ class Mirror:
                 moment = int(time.time() * 1000)
                 metrics = [Metric(clean_key(key), value, moment, 0, model.model_id) for key, value in scores.items()]
                 self._client.log_batch(sidecar.run_id, metrics=metrics)
-                version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
+                with redirect_stderr(io.StringIO()):  # where it tells of itself
+                    version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
                 number = int(version.version)
                 self._client.update_model_version(name, str(number), description=story)
             if champion:
