@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import psycopg
 import pytest
 
@@ -91,15 +92,38 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
 def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, eventually: Any) -> None:
     prefect_port, mlflow_port = free_port(), free_port()
     process = up(prefect_port, mlflow_port)
-    read_until(process, "Ctrl-C")
-    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    owners = [Owner.of(pid) for pid in children]
-    assert len(owners) == 3  # Prefect, MLflow, the worker
-    process.kill()
-    process.communicate(timeout=30)
+    try:
+        read_until(process, "Ctrl-C")
+        children = psutil.Process(process.pid).children(recursive=True)
+        owners = [Owner.of(child.pid) for child in children]
+        assert len(psutil.Process(process.pid).children()) == 3  # Prefect, MLflow, the worker
+    finally:
+        process.kill()
+        process.communicate(timeout=120)
     eventually(lambda: not any(owner.is_alive for owner in owners))
-    eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"))
+    assert not answers(f"http://127.0.0.1:{mlflow_port}/health")
     assert find_server() is None
+
+
+DEAF = """
+import os, signal
+from flows import guard
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+guard.GRACE_SECONDS = 0.1
+print(os.getpid(), flush=True)
+guard.kill_after(os.getppid(), leaves_children=False)
+"""
+
+
+def test_a_server_that_does_not_heed_the_end_of_its_parent_is_killed(eventually: Any) -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {DEAF!r}], start_new_session=True)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = Owner.of(int(parent.stdout.readline()))
+    assert server.is_alive
+    parent.kill()
+    parent.communicate(timeout=120)
+    eventually(lambda: not server.is_alive)
 
 
 @pytest.mark.smoke

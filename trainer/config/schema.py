@@ -347,7 +347,7 @@ class Memory(Section):
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Of `tiered`: layers fetched ahead. 0 fetches a layer when it is needed."""
     resident_layers: Annotated[int, Field(ge=0)] = 0
-    """Of `tiered`: so many layers, the first ones, stay in memory."""
+    """Of `tiered`: so many layers, the first ones, stay in memory; on a GPU on the device."""
     boundaries: Literal["device", "host"] = "device"
     """Where hidden states between layers wait for backward."""
     journal: Literal["disk", "memory"] = "disk"
@@ -519,8 +519,8 @@ class Sampler(Section):
     with a static KV cache. `vllm`: vLLM servers, with `schedule: async`."""
     vllm: Vllm = Vllm()
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
-    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or (on GPUs) fp8 made while
-    loading. The learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
+    """Of the backbone that a vLLM server of the stage loads: a copy with 8- or 4-bit matrices, or, on GPUs, fp8 made in loading.
+    The learner keeps its own; the probe's mismatch decides whether the engine's may be used (sync.probe_tolerance)."""
     slots: Count = 256
     """Completions decoded at the same time."""
     processes: Annotated[int, Field(ge=0, le=64)] = 1

@@ -247,6 +247,19 @@ def test_reading_ahead_finds_every_unit_there(tmp_path: Path) -> None:
     source.shutdown()
 
 
+def test_reading_ahead_goes_on_behind_visits_that_the_device_answered(tmp_path: Path) -> None:
+    names = [f"layers.{index}" for index in range(8)]
+    units = ((name, torch.full((10,), float(index))) for index, name in enumerate(names))
+    inner = DiskSource(tmp_path / "t", units, prefetch=2, more_slots=5)
+    source, order = on_a_device(inner, 2), [*names, *reversed(names)]
+    source.expect(order)
+    for name in order:  # the layers around the turn are on the device still, and are not asked of the disk again
+        assert source.open(name)[0] == float(name.split(".")[1])
+        source.close(name)
+    assert not inner._plan, "the disk waits for a visit that never comes, and reads nothing ahead"
+    source.shutdown()
+
+
 @pytest.mark.parametrize("device", [False, True])
 def test_any_order_of_visits_and_writes_is_right(device: bool, tmp_path: Path) -> None:
     """A random walk over units, with plans that come true and plans that do not, steps that end well and steps that do not."""
