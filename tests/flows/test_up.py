@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import psutil
 import psycopg
 import pytest
 
+from flows.pool import Api
 from flows.server import addresses, answers, find_server, free_port, settings
 from flows.up import check_port
 from tasks.locks import Owner
@@ -28,6 +31,28 @@ def test_a_port_in_use_is_named_with_the_option_that_chooses_another() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(BusyError, match=rf"port {port} .*--mlflow-port"):
             check_port(port, "--mlflow-port")
+
+
+def test_prefect_that_is_busy_for_a_moment_is_asked_again() -> None:
+    left = [503, 429, 200]
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(left.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            assert Api(f"http://127.0.0.1:{server.server_port}").ask("GET", "health") is None
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert not left
 
 
 def up(prefect_port: int, mlflow_port: int, **environment: str) -> subprocess.Popen[str]:
