@@ -13,7 +13,8 @@ UNIT := not smoke and not vllm and not deepspeed and not gpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
-.PHONY: help setup quickstart up test test-unit lint reference docs-check format bench bench-trl bench-sync deepspeed vllm-env smollm2 clean
+.PHONY: help setup quickstart up test test-unit lint reference docs-check screenshots format bench bench-trl bench-sync deepspeed vllm-env smollm2 \
+  clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -76,6 +77,9 @@ reference: $(VENV)/.installed  ## write docs/reference.md, every key of a campai
 
 docs-check: setup  ## run every command that README.md and docs/ show, and check their links
 	$(BIN)/python -m tests.documentation
+
+screenshots: setup  ## take the pictures in docs/pictures anew, of a real sweep and campaign (needs Chromium; about 3 min)
+	$(BIN)/python -m tests.screenshots
 
 format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .

@@ -23,9 +23,12 @@ from trainer.config.schema import Optimizer
 from trainer.engine.heartbeat import Heartbeat
 from trainer.engine.port import Term, TokenScores, Work
 from trainer.engine.stateless import StatelessEngine
+from trainer.learn.optimizer import PolicyOptimizer
 from trainer.memory.anatomy import Anatomy
 from trainer.memory.build import resident, streamed
+from trainer.memory.device import CudaLane, DeviceSource, pinned_copy
 from trainer.memory.disk import DiskSource
+from trainer.memory.source import LayerSource, MemorySource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # One malloc arena, and large blocks go back to the system at once: peak memory is then that of the live tensors.
@@ -60,42 +63,43 @@ class Shape:
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
 
-def whole_model(shape: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return a model with random weights, made in its own type."""
+def whole_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> LlamaForCausalLM:
+    """Return a model with random weights, made in its own type, where it will compute."""
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(shape.config)
     for name, parameter in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(random_weight(name, tuple(parameter.shape), dtype)))
-    return model.eval()
+        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(random_weight(name, tuple(parameter.shape), dtype, device)))
+    return model.to(device).eval()
 
 
-def random_weight(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def random_weight(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype)
-    generator = torch.Generator().manual_seed(sum(name.encode()) % 2**31)
-    return torch.empty(shape, dtype=dtype).normal_(0, 0.02, generator=generator)
+        return torch.ones(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(sum(name.encode()) % 2**31)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 
 
 class RandomReader:
     """Makes each weight when it is asked for."""
 
-    def __init__(self, model: LlamaForCausalLM, dtype: torch.dtype):
-        self.dtype, self.device = dtype, torch.device("cpu")
+    def __init__(self, model: LlamaForCausalLM, dtype: torch.dtype, device: str = "cpu"):
+        self.dtype, self.device = dtype, torch.device(device)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def read(self, name: str) -> Tensor:
-        return random_weight(name, self._shapes[name], self.dtype)
+        return random_weight(name, self._shapes[name], self.dtype, str(self.device))
 
 
-def works(shape: Shape, num_micro_batches: int, rows: int, columns: int) -> list[Work]:
+def works(shape: Shape, num_micro_batches: int, rows: int, columns: int, device: str = "cpu") -> list[Work]:
     """Return forward passes that score every position."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(num_micro_batches):
         ids = torch.randint(0, shape.vocabulary, (rows, columns + 1), generator=generator)
         where = torch.arange(rows * columns)
-        made.append(Work(ids[:, :-1].contiguous(), where, ids[:, 1:].reshape(-1, 1)))
+        work = (ids[:, :-1].contiguous(), where, ids[:, 1:].reshape(-1, 1))
+        made.append(Work(*(tensor.to(device) for tensor in work)))
     return made
 
 
@@ -116,20 +120,28 @@ def stateless_step(
     prefetch: int = 2,
     drop_cache: bool = False,
     split: bool = False,
+    device: str = "cpu",
 ) -> tuple[Callable[[], Any], StatelessEngine]:
-    """Return a function that takes one step of method S, and its engine; with a directory the weights are tiered."""
+    """Return a function that takes one step of method S, and its engine; with a directory the weights are tiered.
+
+    On a CPU cold layers lie in the directory; on a device in pinned host memory.
+    """
     if directory is None:
-        residency = resident(whole_model(shape, DTYPES[dtype]), split=split, journal_directory=Path("/tmp"))
+        residency = resident(whole_model(shape, DTYPES[dtype], device), split=split, journal_directory=Path("/tmp"))
     else:
         with init_empty_weights(include_buffers=False):
             skeleton = LlamaForCausalLM(shape.config)
 
-        def make(anatomy: Anatomy, units: Iterator[tuple[str, Tensor]]) -> DiskSource:
-            return DiskSource(directory, units, prefetch=prefetch, drop_cache=drop_cache, split=split)
+        def make(anatomy: Anatomy, units: Iterator[tuple[str, Tensor]]) -> LayerSource:
+            if device == "cpu":
+                return DiskSource(directory, units, prefetch=prefetch, drop_cache=drop_cache, split=split)
+            host = MemorySource({name: pinned_copy(flat) for name, flat in units}, Path("/tmp"))
+            largest = max(unit.numel for unit in anatomy.units.values()) * DTYPES[dtype].itemsize
+            return DeviceSource(host, CudaLane(torch.device(device)), largest, prefetch)
 
-        residency = streamed(skeleton.eval(), make, reader=RandomReader(skeleton, DTYPES[dtype]), split=split)
+        residency = streamed(skeleton.eval(), make, reader=RandomReader(skeleton, DTYPES[dtype], device), split=split)
     config = Optimizer(kind="stateless", rule="rms", learning_rate=1e-6)
-    engine = StatelessEngine(residency, config, Heartbeat(0.0, 1), 1.0, 0, chunk_elements=2**20)
+    engine = StatelessEngine(residency, config, Heartbeat(0.0, 1), 1.0, 0, chunk_elements=2**20 if device == "cpu" else None)
     count = iter(range(10**9))
 
     def step() -> None:
@@ -138,18 +150,22 @@ def stateless_step(
     return step, engine
 
 
-def plain_step(shape: Shape, method: str, given: list[Work]) -> Callable[[], Any]:
-    """Return a function that takes one step of AdamW, SGD or LOMO in float32, with activation checkpointing."""
-    model: Any = whole_model(shape, torch.float32).train()
+def plain_step(shape: Shape, method: str, given: list[Work], dtype: str = "float32", device: str = "cpu") -> Callable[[], Any]:
+    """Return a function that takes one step of AdamW, SGD or LOMO, with activation checkpointing.
+
+    `adamw-master` steps bfloat16 weights through float32 ones, as adamw does in a campaign.
+    """
+    model: Any = whole_model(shape, DTYPES[dtype], device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def head(hidden: Tensor, ids: Tensor) -> Tensor:
-        logits = model.lm_head(hidden)
+        logits = model.lm_head(hidden).float()
         return (logits.gather(-1, ids) - torch.logsumexp(logits, -1, keepdim=True)).sum()
 
     def loss_of(work: Work) -> Tensor:
         hidden = model.model(input_ids=work.input_ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
-        parts = zip(hidden.split(64), work.ids_TK.split(64), strict=True)
+        rows = 64 if device == "cpu" else 1024
+        parts = zip(hidden.split(rows), work.ids_TK.split(rows), strict=True)
         sums = [checkpoint(head, *part, use_reentrant=False) for part in parts]
         return -torch.stack(sums).sum() / sum(len(w.where_T) for w in given)
 
@@ -162,6 +178,15 @@ def plain_step(shape: Shape, method: str, given: list[Work]) -> Callable[[], Any
                 optimizer.fused_backward(loss_of(work), 1e-6)
 
         return fused
+    if method == "adamw-master":
+        masters = PolicyOptimizer(dict(model.named_parameters()), Optimizer(kind="adamw", learning_rate=1e-6))
+
+        def through_masters() -> None:
+            for work in given:
+                loss_of(work).backward()
+            masters.step(1e-6, masters.grad_norm())
+
+        return through_masters
     made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[method](model.parameters(), lr=1e-6)
 
     def step() -> None:

@@ -1,8 +1,7 @@
 """What `tithe plan` predicts beside what the real train stage takes: peak memory and step time, one process per case.
 
 Random Llamas train for a few steps on the CPU through the same stage as any campaign (`tasks.train`). Measured: the highest
-resident memory above what Python and libraries hold before any model is loaded, and the median seconds of a step. malloc returns
-large blocks at once here, so that memory is that of live tensors: by default glibc keeps some of what is freed. Step time is
+resident memory above what Python and libraries hold before any model is loaded, and the median seconds of a step. Step time is
 predicted after one case has taught this machine's efficiency, as `tithe plan --calibrate` does; that one is left out.
 
     python -m benchmarks.plan            make bench-plan            expected: memory within 10 %, step time within 25 %
@@ -16,13 +15,12 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import torch
 from rich.console import Console
@@ -31,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tasks.train
-from benchmarks.models import STEADY, forget_peak, memory, warm_up
+from benchmarks.models import forget_peak, memory, warm_up
 from tasks.plan import learn
 from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, validate
@@ -203,12 +201,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in STEADY.items()):  # malloc reads them once, at the start
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]],
-            {**os.environ, **STEADY, "OMP_NUM_THREADS": "1"},
-        )
     report(options.steps, options.only)
 
 

@@ -4,7 +4,8 @@
     time      seconds of a step: resident, tiered with prefetch, tiered without; by tokens a step. Nothing stays in the page
               cache, so every read is from the disk
     limit     a step of a model at least four times as large as the memory it is allowed (RLIMIT_DATA): tiered, resident, AdamW
-    forward   scoring of a batch from the disk, float32 on both sides: tithe beside accelerate's disk_offload
+    forward   scoring of a batch from the disk, float32 on both sides: tithe (units read ahead) beside accelerate (layers that it
+              keeps in memory), each with every read from the disk and with all files in the page cache
 
 One process a case, median of several rounds. Random weights: no claim of quality.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -39,9 +41,10 @@ def shape_of(layers: int, hidden: int) -> Shape:
     return Shape(hidden, hidden * 8 // 3 // 64 * 64, layers, vocabulary=8192, heads=8)
 
 
-def timed(step: Any, rounds: int) -> float:
+def timed(step: Any, rounds: int, before: Any = lambda: None) -> float:
     seconds = []
     for number in range(rounds + 1):
+        before()
         begin = time.perf_counter()
         step()
         if number:  # the first one warms up
@@ -49,11 +52,13 @@ def timed(step: Any, rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def offloaded(shape: Shape, given: Any, directory: Path) -> Any:
-    """Return a function that scores a batch with accelerate's disk offload."""
-    from accelerate import disk_offload
+def offloaded(shape: Shape, given: Any, directory: Path, kept: int, drop_cache: bool) -> Any:
+    """Return a function that scores a batch with accelerate's disk offload, and one that empties the page cache of its files."""
+    from accelerate import dispatch_model
 
-    model: Any = disk_offload(whole_model(shape, torch.float32), str(directory), execution_device=torch.device("cpu"))
+    places = {f"model.layers.{index}": "cpu" if index < kept else "disk" for index in range(shape.layers)}
+    places |= {"model.rotary_emb": "cpu"} | dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "disk")
+    model: Any = dispatch_model(whole_model(shape, torch.float32), places, main_device="cpu", offload_dir=str(directory))
 
     @torch.no_grad()
     def step() -> None:
@@ -61,7 +66,13 @@ def offloaded(shape: Shape, given: Any, directory: Path) -> Any:
             logits = model(input_ids=work.input_ids_BS, use_cache=False).logits[0]
             logits.gather(-1, work.ids_TK) - torch.logsumexp(logits, -1, keepdim=True)
 
-    return step
+    def forget() -> None:
+        for path in directory.iterdir() if drop_cache else ():
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    return step, forget
 
 
 def child(case: str, shape: Shape, micro_batches: int, columns: int, rounds: int, limit_bytes: int) -> dict[str, Any]:
@@ -77,21 +88,23 @@ def child(case: str, shape: Shape, micro_batches: int, columns: int, rounds: int
         resource.setrlimit(resource.RLIMIT_DATA, (data + limit_bytes, data + limit_bytes))
     with tempfile.TemporaryDirectory(prefix="tithe-bench-") as folder:
         directory = Path(folder) / "tiers"
-        engine = None
-        if case in ("adamw", "sgd"):
-            step = plain_step(shape, case, given)
-        elif case == "accelerate":
-            step = offloaded(shape, given, directory)
+        engine, before = None, lambda: None
+        kind, _, setting = case.partition(":")
+        drop_cache = not limit_bytes and "cached" not in setting
+        if kind in ("adamw", "sgd"):
+            step = plain_step(shape, kind, given)
+        elif kind == "accelerate":
+            step, before = offloaded(shape, given, directory, int(setting[0]), drop_cache)
         else:
-            prefetch = 0 if case == "no-prefetch" else 2
-            dtype = "float32" if case == "forward" else "bfloat16"
-            tiers = None if case == "resident" else directory
-            step, engine = stateless_step(shape, dtype, given, tiers, prefetch, drop_cache=not limit_bytes)
-            if case == "forward":
+            prefetch = 0 if kind == "no-prefetch" else int(setting[0]) if setting else 2
+            dtype = "float32" if kind == "forward" else "bfloat16"
+            tiers = None if kind == "resident" else directory
+            step, engine = stateless_step(shape, dtype, given, tiers, prefetch, drop_cache=drop_cache)
+            if kind == "forward":
                 running, step = engine, lambda: running.score(given)
-        if case in ("accelerate", "forward"):
+        if kind in ("accelerate", "forward"):
             base = min(base, forget_peak())
-        seconds = timed(step, rounds)
+        seconds = timed(step, rounds, before)
         facts = {"peak_bytes": memory("VmHWM") - base, "step_seconds": seconds}
         if engine is not None:
             facts |= engine.residency.source.metrics()
@@ -123,8 +136,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12, help="of `time` and `forward`")
-    parser.add_argument("--deep", type=int, default=48, help="layers of `limit`")
-    parser.add_argument("--limit", type=int, default=160, help="MB that `limit` allows")
+    parser.add_argument("--deep", type=int, default=72, help="layers of `limit`")
+    parser.add_argument("--limit", type=int, default=250, help="MB that `limit` allows")
     parser.add_argument("--tokens", type=int, nargs="*", default=(8, 32, 128, 512))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--numbers", type=int, nargs=6, help=argparse.SUPPRESS)
@@ -156,8 +169,11 @@ def main() -> None:
         for case in ("tiered", "resident", "adamw"):
             row("limit", f"{case}, {given.limit} MB allowed", case, given.deep, given.hidden, 1, 32, 1, given.limit * 10**6)
     if "forward" in given.parts:
-        for case in ("forward", "accelerate"):
-            row("forward", "tithe" if case == "forward" else case, case, given.layers, given.hidden, 1, 128, given.rounds, 0)
+        for cache in ("", "cached"):
+            for case in ("forward:1", "forward:0", "accelerate:2", "accelerate:0"):
+                name = case.replace("forward", "tithe") + (" ahead" if "forward" in case else " kept")
+                name += ", page cache" if cache else ", disk"
+                row("forward", name, case + cache, given.layers, given.hidden, 1, 128, given.rounds, 0)
     Console().print(table)
 
 

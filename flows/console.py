@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -16,6 +17,7 @@ from tasks.registry import Stage
 from tasks.sweep import Outcome, Trial
 
 PLAIN_SECONDS = 15.0
+FILE_COLUMNS = 160  # of tables where there is no terminal that says how wide it is
 _HOW = {"made": "made in {seconds:.1f} s", "cached": "current", "restored": "taken from the cache"}
 
 
@@ -23,7 +25,8 @@ class Console:
     """Progress and results of one campaign."""
 
     def __init__(self) -> None:
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
+        self._out = RichConsole(highlight=False, soft_wrap=True, width=wide)
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
         self._last = 0.0

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.errors import ConfigError
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", "-S", metavar="KEY=VALUE", help="A key of the recipe, or of a plan's choices (train.recompute=true)."),
@@ -61,6 +63,9 @@ def plan_command(
     if calibrate is not None:
         show_calibration(console, calibrate, hardware or "local")
         return
+    if compare and (search or html is not None):
+        other = "--search" if search else "--html"
+        raise ConfigError("--compare", other, "the comparison searches by itself and is a table or JSON; leave one of them out")
     asked = Asked(target, model, hardware, devices, sampling_devices, price, tuple(overrides or ()))
     request = gather(asked)
     if compare:
@@ -72,9 +77,11 @@ def plan_command(
 
         found = find(request)
         if found.plan is None:
-            console.print(
-                f"no number of {request.hardware.device.name} up to 2,048 fits {request.card.name} this way", style="red"
-            )
+            problem = f"no number of {request.hardware.device.name} up to 2,048 fits {request.card.name} this way"
+            if as_json:
+                print(json.dumps({"verdict": {"fits": False, "sentence": problem}}))
+            else:
+                console.print(problem, style="red")
             raise typer.Exit(1)
         request, changed = found.plan.request, found.changed
     plan = make_plan(request)
@@ -84,8 +91,8 @@ def plan_command(
         print(f"page: {html}", file=sys.stderr)
     if as_json:
         print(json.dumps({**plan.as_tree(), "advice": advice_tree(advice), "changed": list(changed)}, indent=2, default=str))
-        return
-    show(console, plan, advice, changed, details)
+    else:
+        show(console, plan, advice, changed, details)
     if not plan.verdict.fits:
         raise typer.Exit(1)
 
@@ -306,8 +313,9 @@ def _comparison_column(plan: Any, usual: Any, size: Any) -> dict[str, str]:
 
 def show_calibration(console: Console, run: Path, hardware: str) -> None:
     """Learn from a run and print what was learned."""
-    from tasks.plan import calibrate, calibration_file, hardware_of
+    from tasks.plan import calibrate, calibration_file, finished_steps, hardware_of
 
+    finished_steps(run)  # before the machine is probed, which takes seconds
     learned = calibrate(run, hardware_of(hardware))
     table = Table(title=f"learned from {run.name}", title_justify="left")
     table.add_column("efficiency")

@@ -183,6 +183,8 @@ class PrivateServer(Server):
         self.api_url = f"http://127.0.0.1:{port}/api"
         arguments = ["--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port)]
         environment = {**settings(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+        if initialised_marker().exists():  # the database knows the types of blocks already
+            environment["PREFECT_SERVER_REGISTER_BLOCKS_ON_START"] = "false"
         log = state_directory() / "prefect" / "private-server.log"
         super().__init__(
             "Prefect's private server",

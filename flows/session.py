@@ -32,6 +32,7 @@ from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
 from tasks.registry import Stage, optional_stages
+from tasks.stage import close_record
 from tasks.tracking import CLOSE_SECONDS, LOG, PARENT_TRACKS, Shipper, begin_campaign, is_behind
 from tasks.workspace import Workspace
 from trainer.errors import StopRequested, TitheError
@@ -201,9 +202,11 @@ class Session:
     def _found(self, stage: Stage, number: int) -> StageResult | None:
         """Return the result of a stage that need not run: it is current, or in the cache."""
         started = time.monotonic()
-        if self.workspace.is_current(stage):
-            return self._done(stage, "cached", started, number)
-        return self._done(stage, "restored", started, number) if restore(self.workspace, stage) else None
+        current = self.workspace.is_current(stage)
+        if not current and not restore(self.workspace, stage):
+            return None
+        close_record(self.workspace, stage)
+        return self._done(stage, "cached" if current else "restored", started, number)
 
     def _take_ahead(self, stage: Stage) -> Job | None:
         if self._ahead is None or self._ahead.stage is not stage:

@@ -139,6 +139,8 @@ def run_sweep(asked: Asked, plain: bool, tracking: bool, leave: Leave, fork: boo
 
                 run_in_prefect(runner)
 
+            if done < many:
+                runner.warm()
             if plain or done == many or not in_prefect(run, lambda: None, runner.stop, console, leave):
                 runner.run()
         except KeyboardInterrupt:

@@ -118,6 +118,11 @@ class Runner:
         self._looked: dict[int, tuple[float, int]] = {}  # trial -> when its curve was read, and how long the file was
         self._lock = threading.Lock()
 
+    def warm(self) -> None:
+        """Begin to load what the trials' stages need, without waiting for it: beside the start of Prefect, too."""
+        limit_threads(self.sweep.config_of(self.sweep.trials[0]) if self.sweep.trials else self.sweep.config)
+        self._launcher.warm()
+
     def run(self, perform: Perform | None = None) -> None:
         """Run every trial that is not done.
 
@@ -149,13 +154,12 @@ class Runner:
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         """Write that the sweep runs and how it ended, and let MLflow follow."""
-        limit_threads(self.sweep.config_of(self.sweep.trials[0]) if self.sweep.trials else self.sweep.config)
+        self.warm()
         self.sweep.begin()
         shipper = Shipper(self.sweep.root, self.sweep.root) if self.tracking else None
         status: Status = "FAILED"
         try:
             with signals_ask(self.stop):
-                self._launcher.warm()
                 yield
             done = any(outcome.state != "failed" for _, outcome in self.sweep.ranking())
             status = "KILLED" if self.stop else "FINISHED" if done else "FAILED"

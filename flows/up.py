@@ -221,17 +221,21 @@ def initialise(quiet: bool = False) -> None:
     state = state_directory()
     with wait_for(state / "initialise.lock"):
         make_databases()
-        if not initialised_marker().exists():
-            if not quiet:
-                print("making Prefect's database ...", flush=True)
-            with private_server():
-                pass
+        mlflow: subprocess.Popen[bytes] | None = None  # beside Prefect's, which takes longer
         if own_store().startswith("postgresql") or not (state / "mlflow.db").exists():
             if not quiet:
                 print("making MLflow's database ...", flush=True)
-            done = subprocess.run([sys.executable, "-m", "tasks.tracking", "initialise"], cwd=REPOSITORY, check=False)
-            if done.returncode != 0:
-                raise TitheError("MLflow's database could not be made; see above")
+            mlflow = subprocess.Popen([sys.executable, "-m", "tasks.tracking", "initialise"], cwd=REPOSITORY)
+        try:
+            if not initialised_marker().exists():
+                if not quiet:
+                    print("making Prefect's database ...", flush=True)
+                with private_server():
+                    pass
+        finally:
+            ended = mlflow.wait() if mlflow is not None else 0
+        if ended != 0:
+            raise TitheError("MLflow's database could not be made; see above")
 
 
 def make_databases() -> None:

@@ -400,6 +400,20 @@ def learn_memory(plan: Plan, peak_bytes: float) -> dict[str, float]:
     return found | ({"process_bytes": max(0.0, base + (1 - share) * off)} if base else {})
 
 
+def finished_steps(run: Path) -> list[dict[str, float]]:
+    """Return the metrics of a run's steps, those that tell times.
+
+    Raises:
+        DataError: no such run, or too few steps to learn from.
+    """
+    if not (run / "config.json").exists():
+        raise DataError(str(run), "is no run directory: it has no config.json; give one below runs/")
+    steps = [line["metrics"] for line in read_lines(run / "train" / METRICS) if "time/step_seconds" in line["metrics"]]
+    if len(steps) < 2:
+        raise DataError(str(run / "train" / METRICS), f"has {len(steps)} steps with times; at least 2 are needed to calibrate")
+    return steps
+
+
 def calibrate(run: Path, hardware: Hardware) -> dict[str, float]:
     """Learn from a finished run how fast this hardware is, and keep it for later plans.
 
@@ -410,12 +424,7 @@ def calibrate(run: Path, hardware: Hardware) -> dict[str, float]:
     Raises:
         DataError: no such run, or too few steps.
     """
-    if not (run / "config.json").exists():
-        raise DataError(str(run), "is no run directory: it has no config.json; give one below runs/")
-    steps = [line["metrics"] for line in read_lines(run / "train" / METRICS)]
-    steps = [line for line in steps if "time/step_seconds" in line]
-    if len(steps) < 2:
-        raise DataError(str(run / "train" / METRICS), f"has {len(steps)} steps with times; at least 2 are needed to calibrate")
+    steps = finished_steps(run)
     config = validate(read_json(run / "config.json"))
     lengths = [line["completion/length_mean"] for line in steps if "completion/length_mean" in line]
     prompts = prepared_lengths(Workspace(run.parent.parent, config))

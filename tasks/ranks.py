@@ -32,7 +32,7 @@ import psutil
 from tasks.registry import StagePaths
 from tasks.workspace import REPOSITORY
 from trainer.config import CampaignConfig, as_tree, validate
-from trainer.errors import RankError, StopRequested, TitheError, first_line
+from trainer.errors import ConfigError, RankError, StopRequested, TitheError, first_line
 from trainer.files import read_json, write_json
 from trainer.metrics import STAGE_PID, RunWriter
 from trainer.processes import die_with_parent
@@ -79,8 +79,10 @@ def ranks_here(config: CampaignConfig) -> int:
     """Return the number of ranks on this machine."""
     import torch
 
-    gpus = torch.cuda.device_count() if config.machine.device != "cpu" else 0
-    return config.machine.ranks or gpus or 1
+    gpus, asked = torch.cuda.device_count() if config.machine.device != "cpu" else 0, config.machine.ranks
+    if gpus and asked > gpus:
+        raise ConfigError("machine.ranks", asked, f"NCCL takes one rank a GPU, and here are {gpus}; lower it, or set device: cpu")
+    return asked or gpus or 1
 
 
 def launch(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:

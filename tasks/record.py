@@ -96,10 +96,10 @@ def begin(
 
 
 def finish(directory: Path, status: Status, **changes: Any) -> Record:
-    """Write how it ended; `changes` are further fields of the record."""
+    """Write how it ended; `changes` are further fields of the record, `ended` too where that is not now."""
     record = read_record(directory)
     assert record is not None, f"{directory} has no {RECORD} to finish"
-    return write_record(directory, replace(record, status=status, ended=time.time(), **changes))
+    return write_record(directory, replace(record, **{"ended": time.time(), **changes, "status": status}))
 
 
 def add_tags(directory: Path, tags: Mapping[str, str]) -> None:
@@ -114,6 +114,9 @@ def truth(directory: Path) -> Record | None:
     """Return the record; one that says RUNNING although its process is gone is first corrected to KILLED."""
     record = read_record(directory)
     if record is not None and record.status == "RUNNING" and not Owner.from_json(record.owner).is_alive:
+        last = read_record(directory)
+        if last != record:  # it was written to the end between the two looks
+            return last
         traces = [path.stat().st_mtime for path in directory.iterdir() if path.is_file()]
         ended = max([record.started, *traces])
         record = write_record(directory, replace(record, status="KILLED", ended=ended, error="its process is gone"))

@@ -1,7 +1,8 @@
 """Run one stage by itself: check its inputs, hold its lock, call its function, put the artifact in place with a manifest.
 
 `run_stage` is the only way in which a stage runs, whoever asks: the flow's child process, `dvc repro`, or a person with
-`python -m tasks <stage>`. A stage whose artifact is current is left alone.
+`python -m tasks <stage>`. A stage whose artifact is current is left alone; was its process killed after the artifact had come
+into place, then `close_record` writes what it had no time for.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from types import FrameType
 from typing import Any
 
 from tasks.locks import hold
-from tasks.record import begin, finish, flatten, git_tags, numbers
+from tasks.record import begin, finish, flatten, git_tags, numbers, truth
 from tasks.registry import Stage
 from tasks.workspace import REPOSITORY, Workspace, params_of
 from trainer.errors import DataError, StopRequested
-from trainer.files import damage, new_directory, read_json, read_manifest, write_manifest
+from trainer.files import MANIFEST, damage, new_directory, read_json, read_manifest, write_manifest
 from trainer.metrics import RunWriter
+
+_NOT_FACTS = ("stage", "params", "inputs", "files", "content_sha256")  # of a manifest
 
 
 def stage_lock(workspace: Workspace, stage: Stage) -> AbstractContextManager[None]:
@@ -59,6 +62,7 @@ def run_stage(
         if not force and workspace.is_current(stage):
             manifest = read_manifest(target)
             assert manifest is not None
+            close_record(workspace, stage)
             return manifest
         wrong = damage(target) if read_manifest(target) is not None else None
         if on_start is not None:
@@ -77,8 +81,26 @@ def _make(workspace: Workspace, stage: Stage, target: Path) -> dict[str, Any]:
         facts = stage.function(workspace.config, workspace.paths(stage, out))
         made_from = {"key": key, "params": params_of(stage, workspace.config), "inputs": inputs}
         manifest = write_manifest(out, {"stage": stage.name, **made_from, **facts})
-    RunWriter(workspace.run / stage.name).result({"key": key, **facts})
+    write_result(workspace.run / stage.name, manifest)
     return manifest
+
+
+def write_result(run: Path, manifest: dict[str, Any]) -> None:
+    """Write a stage's result.json: the facts of its artifact's manifest."""
+    RunWriter(run).result({name: value for name, value in manifest.items() if name not in _NOT_FACTS})
+
+
+def close_record(workspace: Workspace, stage: Stage) -> None:
+    """Write that a stage ended well whose artifact is current, where a kill came between the artifact and its record."""
+    run, artifact = workspace.run / stage.name, workspace.artifact(stage.artifact)
+    record, manifest = truth(run), read_manifest(artifact)
+    if record is None or manifest is None or record.status not in ("KILLED", "FAILED") or record.identity != manifest["key"]:
+        return
+    made = (artifact / MANIFEST).stat().st_mtime
+    if made < record.started:  # it was to be made anew, and that attempt never came to its end
+        return
+    write_result(run, manifest)
+    finish(run, "FINISHED", ended=made, error=None, **outcome(workspace, stage))
 
 
 @contextmanager
@@ -97,6 +119,11 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
     except BaseException as error:
         finish(run, "FAILED", error=f"{type(error).__name__}: {error}")
         raise
+    finish(run, "FINISHED", **outcome(workspace, stage))
+
+
+def outcome(workspace: Workspace, stage: Stage) -> dict[str, Any]:
+    """Return what a record says of a finished stage: its final numbers and its artifact."""
     artifact = workspace.artifact(stage.artifact)
     manifest = read_manifest(artifact)
     assert manifest is not None
@@ -104,4 +131,4 @@ def recorded(workspace: Workspace, stage: Stage) -> Iterator[None]:
     for name in stage.metrics:
         final.update(numbers(read_json(artifact / name)))
     facts = {"path": str(artifact), "content_sha256": manifest["content_sha256"], "upload": stage.upload}
-    finish(run, "FINISHED", final=final, artifact=facts)
+    return {"final": final, "artifact": facts}

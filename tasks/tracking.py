@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ _INTERVAL_SECONDS, _PAUSES_SECONDS = 3.0, (5.0, 15.0, 30.0, 60.0)
 _PATIENCE_SECONDS = 60.0  # loading MLflow takes a core for two seconds, which the start of a campaign needs itself
 CLOSE_SECONDS = 60.0
 _SURVIVOR_SECONDS = 90.0
+_NOT_NEEDED = "pandas"  # a third of MLflow's loading; it does without, as its slim package always must
 
 
 class TrackingError(TitheError):
@@ -131,6 +133,8 @@ class Sidecar:
     sent: str = ""  # digest of the record that was sent last
     params_sent: bool = False
     summed_up: str = ""  # digest of the record and the final numbers that were sent last
+    finals: str = ""  # digest of the final numbers alone
+    tags: dict[str, str] = field(default_factory=dict)  # of the record, that were sent
     uploaded: str = ""  # digest of the end and the artifacts whose files were sent
     alarms: dict[str, str] = field(default_factory=dict)  # tags that were sent
     cursor: Cursor = field(default_factory=Cursor)
@@ -300,12 +304,15 @@ class Mirror:
             sidecar.alarms = alarms
         wanted = digest_of(record, final)
         if sidecar.summed_up != wanted:
-            self._finals(sidecar.run_id, record, final)
+            finals = sha256_text(canonical_json(final))
+            if sidecar.finals != finals:
+                self._finals(sidecar.run_id, record, final)
+                sidecar.finals = finals
             uploads = sha256_text(canonical_json([record.status, record.ended, *(entry.artifact for entry in files)]))
             if record.status != "RUNNING" and sidecar.uploaded != uploads:
                 self._upload(directory, sidecar.run_id, record, files)
                 sidecar.uploaded = uploads
-            self._state(sidecar.run_id, record)
+            sidecar.tags = self._state(sidecar.run_id, record, sidecar.tags)
             sidecar.summed_up = wanted
         sidecar.sent = digest_of(record)
         if asdict(sidecar) != before:
@@ -356,19 +363,21 @@ class Mirror:
         for start in range(0, len(entries), MAX_METRICS):
             self._client.log_batch(run_id, metrics=entries[start : start + MAX_METRICS])
 
-    def _state(self, run_id: str, record: Record) -> None:
-        """Send tags and status: a run that goes on again is opened again."""
+    def _state(self, run_id: str, record: Record, before: dict[str, str]) -> dict[str, str]:
+        """Send the tags that are new, and the status: a run that goes on again is opened again. Return all tags."""
         owner = Owner.from_json(record.owner)
         tags = {**record.tags, "attempt": str(record.attempt), "owner": f"{owner.host}:{owner.pid}", "error": record.error or ""}
         if record.artifact:
             tags |= {"artifact.path": record.artifact["path"], "artifact.sha256": record.artifact["content_sha256"]}
-        entries = [self._tag(clean_key(key), as_value(value)) for key, value in tags.items()]
-        self._client.log_batch(run_id, tags=entries)
+        entries = [self._tag(clean_key(key), as_value(value)) for key, value in tags.items() if before.get(key) != value]
+        if entries:
+            self._client.log_batch(run_id, tags=entries)
         if record.status == "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
         else:
             assert record.ended is not None
             self._client.set_terminated(run_id, status=record.status, end_time=int(record.ended * 1000))
+        return tags
 
     def register(
         self, run: Path, name: str, place: Path, tags: dict[str, str], story: str, scores: dict[str, float], champion: bool
@@ -409,7 +418,8 @@ class Mirror:
                 moment = int(time.time() * 1000)
                 metrics = [Metric(clean_key(key), value, moment, 0, model.model_id) for key, value in scores.items()]
                 self._client.log_batch(sidecar.run_id, metrics=metrics)
-                version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
+                with redirect_stderr(io.StringIO()):  # where it tells of itself
+                    version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
                 number = int(version.version)
                 self._client.update_model_version(name, str(number), description=story)
             if champion:
@@ -674,4 +684,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]
     sys.exit(main(sys.argv[1:]))

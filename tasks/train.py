@@ -48,6 +48,7 @@ from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model, pick_device, true_shape
 from trainer.policy.policy import Policy, build_policy
 from trainer.policy.tokenizer import load_tokenizer
+from trainer.processes import fit_malloc
 from trainer.prompts import read_prompts
 from trainer.reward import build_verifier, size_warnings
 from trainer.rollout.embedded import EmbeddedSampler
@@ -285,6 +286,7 @@ def train(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -
     Args:
         rank: of the team that this process is one of; its run directory is then `paths.run`.
     """
+    fit_malloc(paths.inputs["base"])
     team = rank.team if rank else ALONE
     place = Run(paths.run, paths.identity, team, rank.first_run if rank else None)
     if config.train.schedule != "sync" and (paths.run / RESULT).exists():

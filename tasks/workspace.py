@@ -166,7 +166,7 @@ class Workspace:
                     f"{self.run} belongs to run {other.run_id}, this configuration is run {self.run_id}; "
                     "leave --run-dir out, or name an empty directory"
                 )
-        elif self.run.is_dir() and any(self.run.iterdir()):
+        elif self.run.is_dir() and any(not other.name.startswith(f".{path.name}.") for other in self.run.iterdir()):
             raise BusyError(f"{self.run} is not empty and holds no config.json; name an empty directory")
         write_json(path, as_tree(self.config))
 

@@ -61,9 +61,12 @@ class Campaign:
         return file.read_text().split() if file.exists() else []
 
     def command(self, *options: str) -> list[str]:
+        return [sys.executable, "-m", "flows.cli", "run", *self.place(), "--no-fork", *options]
+
+    def place(self) -> list[str]:
+        """What names this campaign to any command."""
         chosen = [word for override in self.overrides for word in ("-S", override)]
-        place = ["--workspace", str(self.root), "--stages", STAGES_NAME, "--no-fork"]
-        return [sys.executable, "-m", "flows.cli", "run", *chosen, *place, *options]
+        return [*chosen, "--workspace", str(self.root), "--stages", STAGES_NAME]
 
     def run(self, *options: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -22,6 +22,7 @@ from flows.server import free_port
 from flows.workspaces import recipe_names, resolve_config, resolve_workspace
 from tasks.locks import Owner
 from tasks.workspace import REPOSITORY, Workspace
+from trainer.config import read_yaml
 from trainer.files import read_json
 from trainer.metrics import read_lines
 
@@ -210,6 +211,8 @@ def test_a_campaign_started_by_the_api_runs_to_the_end_and_shows_what_a_person_l
 
 
 def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> None:
+    declared = [entry["entrypoint"] for entry in read_yaml(REPOSITORY / "prefect.yaml")["deployments"]]
+    assert len(declared) == len(set(declared)), "the second of two would undo the first"
     found = {flow: up.api.ask("GET", f"deployments/name/{flow}/tithe") for flow in ("campaign", "sweep", "evaluate", "plan")}
     campaign, sweep, evaluate, plan = found.values()
     form = campaign["parameter_openapi_schema"]["properties"]
@@ -246,6 +249,18 @@ def test_a_mistake_in_the_form_is_one_sentence(up: Up, eventually: Any) -> None:
     run = up.wait(up.start_flow("campaign", overrides=["train.batch.group_sise=4"]), eventually)
     assert run["state"]["type"] == "FAILED"
     assert run["state"]["message"] == "train.batch.group_sise = 4: unknown key; did you mean 'group_size'?"
+
+
+def test_a_sweep_started_by_the_api_runs_its_trials(up: Up, campaign: Tiny, eventually: Any) -> None:
+    rates, overrides = "train.optimizer.learning_rate=1e-4,2e-4", [*campaign.overrides, "train.stages=[{steps: 5}]"]
+    flow_run = up.start_flow("sweep", axes=[rates], overrides=overrides, name=campaign.name)
+    ended = up.wait(flow_run, eventually)
+    assert (ended["name"], ended["state"]["name"]) == (campaign.name, "Completed")
+    made = [(campaign.root / trial / "made.txt").read_text().split() for trial in ("000", "001")]
+    assert [stages[-3:] for stages in made] == [["train", "evaluate", "report"]] * 2
+    assert sum(stages.count("prepare") for stages in made) == 1
+    tasks = up.api.ask("POST", "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+    assert sorted(task["state"]["name"] for task in tasks) == ["Completed"] * 2
 
 
 def test_a_plan_is_a_flow_run_too(up: Up, eventually: Any) -> None:

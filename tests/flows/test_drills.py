@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 
 from flows.flow_runs import settle
-from flows.server import PrivateServer
+from flows.server import PrivateServer, free_port
+from flows.up import mlflow_server
 from tasks.locks import Owner
+from tasks.tracking import is_behind
 from tasks.workspace import Workspace
 from trainer.files import read_json
 from trainer.metrics import read_lines
@@ -152,3 +155,44 @@ def test_two_campaigns_at_once_in_one_repository_share_what_is_the_same(tiny: An
         again = campaign.run("--plain", "--no-tracking")
         assert again.returncode == 0, again.stderr
         assert campaign.made.count("train") == 1
+
+
+def test_mlflow_away_from_the_start_gets_everything_once_it_is_there(tiny: Any, mlflow_store: None) -> None:
+    import httpx
+
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    done = tiny.run("--plain", MLFLOW_TRACKING_URI=address)
+    assert done.returncode == 0, done.stderr
+    assert tiny.made == ALL
+    assert is_behind(tiny.workspace.run)
+    server = mlflow_server(port)
+    try:
+        server.wait_ready()
+        sync = ["sync", *tiny.place()]
+        sent = subprocess.run(
+            [sys.executable, "-m", "flows.cli", *sync],
+            env={**os.environ, "MLFLOW_TRACKING_URI": address},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert sent.returncode == 0, sent.stderr
+        assert not is_behind(tiny.workspace.run), "there is nothing to send a second time"
+        api = f"{address}/api/2.0/mlflow"
+        named = httpx.get(f"{api}/experiments/get-by-name", params={"experiment_name": "tiny"}, timeout=60).json()
+        wanted = {"experiment_ids": [named["experiment"]["experiment_id"]]}
+        runs = httpx.post(f"{api}/runs/search", json=wanted, timeout=60).json()["runs"]
+        (campaign,) = [run["info"] for run in runs if run["info"]["run_name"] == tiny.workspace.run_id]
+        assert campaign["status"] == "FINISHED"
+        child = {"key": "mlflow.parentRunId", "value": campaign["run_id"]}
+        mine = [run for run in runs if child in run["data"]["tags"]]
+        assert sorted(run["info"]["run_name"] for run in mine) == sorted(ALL)
+        assert {run["info"]["status"] for run in mine} == {"FINISHED"}
+        (train,) = [run["info"]["run_id"] for run in mine if run["info"]["run_name"] == "train"]
+        asked = {"run_id": train, "metric_key": "reward/mean"}
+        history = httpx.get(f"{api}/metrics/get-history", params=asked, timeout=60).json()["metrics"]
+        assert [int(point["step"]) for point in history] == [1, 2, 3, 4, 5]
+    finally:
+        server.stop()

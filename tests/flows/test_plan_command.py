@@ -52,6 +52,16 @@ def test_json_is_all_of_it() -> None:
     assert {flow["name"] for flow in tree["bandwidth"]} >= {"weights gathered", "reference streamed"}
 
 
+def test_json_of_what_does_not_fit_ends_like_the_page(tmp_path: Path) -> None:
+    said = tithe(str(PLANS / "lora-async-1.2t-as-published.yaml"), "--json")
+    assert not json.loads(said.output)["verdict"]["fits"]
+    assert said.exit_code == 1
+    (tmp_path / "small.yaml").write_text("device: t4-16gb\nmemory_bytes: 1.0e+8\n")
+    none = tithe("--model", "kimi-k2", "--hardware", str(tmp_path / "small.yaml"), "--search", "--json")
+    assert none.exit_code == 1
+    assert not json.loads(none.output)["verdict"]["fits"]
+
+
 def test_search_finds_the_fewest_devices() -> None:
     said = tithe("--model", "qwen3-32b", "--search", "--json", "-S", "train.residency=zero3", "-S", "devices=8")
     tree = json.loads(said.output)
@@ -75,6 +85,21 @@ def test_mistakes_reach_the_command_line() -> None:
     said = tithe("--model", "qwen3-8b", "--hardware", "h1000")
     assert isinstance(said.exception, ConfigError)
     assert "did you mean 'h100-80gb'" in str(said.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "qwen3-8b", "--compare", "--search"), "the comparison searches by itself"),
+        (("--model", "qwen3-8b", "--compare", "--html", "x.html"), "leave one of them out"),
+        (("--model", "qwen3-8b", "--hardware", "nowhere.yaml"), "hardware = 'nowhere.yaml': no such file"),
+        (("--calibrate", "runs/nowhere"), "is no run directory"),
+    ],
+)
+def test_more_mistakes_are_named(arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.plan.hardware_of", lambda name: pytest.fail("the machine was probed first"))
+    said = tithe(*arguments)
+    assert words in str(said.exception)
 
 
 @pytest.fixture

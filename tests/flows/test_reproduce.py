@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from tasks.artifacts import dump_yaml
+from tasks.record import read_record
 from tasks.workspace import REPOSITORY
 from trainer.config import read_yaml
 from trainer.config.load import lay_over
 from trainer.files import read_json, read_manifest, write_text
+from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
 
@@ -27,6 +29,7 @@ SMALL: dict[str, Any] = {
     "train": {
         "batch": {"prompts_per_step": 4, "group_size": 4, "passes": 1, "minibatches": 1},
         "stages": [{"steps": 2}],
+        "checkpoints": {"every_steps": 1},
         "heldout": {"every_steps": 1, "num_prompts": 16},
         "sampler": {"slots": 16},
     },
@@ -36,8 +39,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-def run(place: Path, *words: str) -> str:
-    """Run a program in a copy of the repository, as a person there would; nothing of this checkout is used."""
+def run(place: Path, *words: str, **more: str) -> str:
+    """Run a program in a copy of the repository, as a person there would; nothing of this checkout is used.
+
+    Args:
+        more: environment variables.
+    """
     ours = {
         name: value
         for name, value in os.environ.items()
@@ -50,6 +57,7 @@ def run(place: Path, *words: str) -> str:
         "OMP_NUM_THREADS": "1",
         "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody is there, and nothing depends on it
         **{f"GIT_{who}_{what}": "somebody@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        **more,
     }
     done = subprocess.run(list(words), cwd=place, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -125,3 +133,32 @@ def test_a_remote_gives_a_colleague_the_artifacts(original: Path, tmp_path: Path
     said = dvc(copy, "repro")
     assert said.count("didn't change, skipping") == 7
     assert "Running stage" not in said
+
+
+def test_killed_once_in_each_stage_it_ends_at_the_same_bits(original: Path, tmp_path: Path) -> None:
+    copy, wishes = clone(original, tmp_path / "copy"), tmp_path / "kill"
+    (copy / "dvc.lock").unlink()
+    wishes.mkdir()
+    places = {"prepare": "begun", "base": "made", "anchors": "in-place", "train": "step_000001"}
+    places |= {"merge": "in-place", "evaluate": "made", "report": "in-place"}
+    for stage, where in places.items():
+        (wishes / f"{stage}.{where}").touch()
+    more = {"PYTHONPATH": str(Path(__file__).parent / "killer"), "TEST_KILL": str(wishes)}
+    said = run(copy, sys.executable, "-m", "flows.cli", "run", "--plain", "--no-tracking", "--fork", **more)
+    assert not list(wishes.iterdir()), said
+    assert said.count("was killed by SIGKILL") == len(places), said
+    (ran,) = copy.glob("runs/*")
+    for stage, where in places.items():
+        record = read_record(ran / stage)
+        assert record is not None
+        assert record.status == "FINISHED", record
+        assert record.attempt == (1 if where == "in-place" else 2), f"{stage}: what was finished did not run again"
+        assert read_json(ran / stage / "result.json")["key"] == record.identity
+    steps = [line["step"] for line in read_lines(ran / "train" / "metrics.jsonl")]
+    assert steps == [0, 1, 2]
+    resumed = [line["step"] for line in read_lines(ran / "train" / "events.jsonl") if line["kind"] == "resume"]
+    assert resumed == [1], "from that checkpoint"
+    for name in ("prompts", "base", "anchors", "policy", "merged", "evaluation"):
+        assert read_manifest(copy / "artifacts" / name) == read_manifest(original / "artifacts" / name), name
+    here, there = (read_yaml(place / "dvc.lock")["stages"] for place in (copy, original))
+    assert {**here, "report": None} == {**there, "report": None}

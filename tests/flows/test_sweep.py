@@ -19,9 +19,10 @@ from tasks.compare import differing, from_files, table
 from tasks.record import read_record
 from tasks.runs import read_run
 from tasks.sweep import Outcome, Spec, Sweep, Trial
-from tasks.tracking import is_behind, read_rows, tracking_uri
+from tasks.tracking import Sidecar, is_behind, read_rows, tracking_uri
 from trainer.errors import BusyError, StopRequested, TitheError
-from trainer.files import read_manifest
+from trainer.files import read_json, read_manifest
+from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
 
@@ -174,9 +175,9 @@ def test_mlflow_shows_the_trials_as_children_of_the_sweep(sweep: Make, mlflow_st
     client = MlflowClient(tracking_uri=tracking_uri())
     experiment = client.get_experiment_by_name("tiny")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.sweep = 'sweep'")
-    (parent,) = [run for run in runs if run.data.tags["kind"] == "sweep"]
-    trials = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    parent = client.get_run(Sidecar.read(runner.sweep.root).run_id)  # by its id: the store has the sweeps of other tests too
+    assert parent.data.tags["kind"] == "sweep"
+    trials = client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert {run.info.run_name for run in trials} == {"learning_rate=1e-4", "learning_rate=2e-4", "learning_rate=4e-4"}
     assert {run.data.params["sweep.train.optimizer.learning_rate"] for run in trials} == {"1e-4", "2e-4", "4e-4"}
     assert {round(run.data.metrics["objective"], 6) for run in trials} == {0.1, 0.2, 0.4}
@@ -249,6 +250,35 @@ def test_ctrl_c_ends_the_command_with_its_word_and_nothing_left_running(tiny: An
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
     assert all(json.loads(beat.read_text())["stopped"] for beat in beats)
+
+
+def test_a_killed_sweep_goes_on_with_what_is_missing(tiny: Any, tmp_path: Path, eventually: Any) -> None:
+    root = tmp_path / "killed"
+    places = [root / f"{number:03d}" for number in range(3)]
+
+    def plan(seconds: float) -> None:
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "tiny.json").write_text(json.dumps({"seconds": seconds, "steps": 60, "tell": True}))
+
+    plan(0.5)
+    words = command(root, tiny.overrides, RATES, "--plain", "--workers", "2")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    eventually(lambda: len(list(root.glob("*/runs/*/train/checkpoint.json"))) == 2)
+    process.kill()
+    process.communicate(timeout=60)
+    plan(0.01)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    made = [(place / "made.txt").read_text().split() for place in places]
+    assert [stages.count("train") for stages in made] == [2, 2, 1]
+    assert [stages.count("evaluate") for stages in made] == [1, 1, 1]
+    assert sum(stages.count("prepare") for stages in made) == 1
+    for place in places:
+        (metrics,) = place.glob("runs/*/train/metrics.jsonl")
+        assert [line["step"] for line in read_lines(metrics)] == list(range(1, 61))
+    resumed = [read_json(place / "artifacts" / "policy" / "manifest.json")["resumed_from"] for place in places]
+    assert [step > 0 for step in resumed] == [True, True, False]
 
 
 @pytest.mark.parametrize(

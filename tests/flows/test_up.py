@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import psycopg
 import pytest
 
@@ -29,10 +30,14 @@ def test_a_port_in_use_is_named_with_the_option_that_chooses_another() -> None:
             check_port(port, "--mlflow-port")
 
 
-def up(prefect_port: int, mlflow_port: int) -> subprocess.Popen[str]:
+def up(prefect_port: int, mlflow_port: int, **environment: str) -> subprocess.Popen[str]:
     ports = ["--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "up", *ports], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "flows.cli", "up", *ports],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -91,29 +96,51 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
 def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, eventually: Any) -> None:
     prefect_port, mlflow_port = free_port(), free_port()
     process = up(prefect_port, mlflow_port)
-    read_until(process, "Ctrl-C")
-    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    owners = [Owner.of(pid) for pid in children]
-    assert len(owners) == 3  # Prefect, MLflow, the worker
-    process.kill()
-    process.communicate(timeout=30)
+    try:
+        read_until(process, "Ctrl-C")
+        children = psutil.Process(process.pid).children(recursive=True)
+        owners = [Owner.of(child.pid) for child in children]
+        assert len(psutil.Process(process.pid).children()) == 3  # Prefect, MLflow, the worker
+    finally:
+        process.kill()
+        process.communicate(timeout=120)
     eventually(lambda: not any(owner.is_alive for owner in owners))
-    eventually(lambda: not answers(f"http://127.0.0.1:{mlflow_port}/health"))
+    assert not answers(f"http://127.0.0.1:{mlflow_port}/health")
     assert find_server() is None
+
+
+DEAF = """
+import os, signal
+from flows import guard
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+guard.GRACE_SECONDS = 0.1
+print(os.getpid(), flush=True)
+guard.kill_after(os.getppid(), leaves_children=False)
+"""
+
+
+def test_a_server_that_does_not_heed_the_end_of_its_parent_is_killed(eventually: Any) -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {DEAF!r}], start_new_session=True)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = Owner.of(int(parent.stdout.readline()))
+    assert server.is_alive
+    parent.kill()
+    parent.communicate(timeout=120)
+    eventually(lambda: not server.is_alive)
 
 
 @pytest.mark.smoke
 def test_history_in_postgresql(tiny: Any, tmp_path: Path, postgresql_url: str) -> None:
     environment = {"TITHE_STATE": str(tmp_path / "state"), "TITHE_DATABASE": postgresql_url}
-    for _ in range(2):  # what is made is not made again
-        made = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "initialise"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert made.returncode == 0, made.stderr
+    made = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "initialise"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
     done = tiny.run(**environment)
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stdout.splitlines() if line.startswith("warning")]
@@ -123,6 +150,22 @@ def test_history_in_postgresql(tiny: Any, tmp_path: Path, postgresql_url: str) -
     with psycopg.connect(f"{postgresql_url}_mlflow") as database:
         runs = database.execute("SELECT name, status FROM runs").fetchall()
     assert dict(runs) == dict.fromkeys([tiny.workspace.run_id, "prepare", "train", "evaluate", "report"], "FINISHED")
+    prefect_port, mlflow_port = free_port(), free_port()
+    process = up(prefect_port, mlflow_port, **environment)  # what is made is not made again
+    try:
+        read_until(process, "Ctrl-C")
+        body = {"flow_runs": {"name": {"any_": [tiny.workspace.run_id]}}}
+        shown = httpx.post(f"http://127.0.0.1:{prefect_port}/api/flow_runs/filter", json=body, timeout=60).json()
+        assert [run["state"]["name"] for run in shown] == ["Completed"]
+        api = f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow"
+        named = httpx.get(f"{api}/experiments/get-by-name", params={"experiment_name": "tiny"}, timeout=60).json()
+        wanted = {"experiment_ids": [named["experiment"]["experiment_id"]]}
+        found = httpx.post(f"{api}/runs/search", json=wanted, timeout=60).json()["runs"]
+        assert len(found) == 5
+    finally:
+        os.kill(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, rest
     assert not list((tmp_path / "state").rglob("*.db"))
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tasks.ranks import ranks_here
 from tests.tasks.test_train import (
     PATIENCE_SECONDS,
     campaign,
@@ -28,7 +29,7 @@ from tests.tasks.test_train import (
     wait_for_step,
 )
 from trainer.config.load import lay_over
-from trainer.errors import DivergedError, RankError, StopRequested, TitheError
+from trainer.errors import ConfigError, DivergedError, RankError, StopRequested, TitheError
 from trainer.files import read_json
 from trainer.metrics import read_lines
 
@@ -55,7 +56,18 @@ COMPARED = ("loss/total", "reward/mean", "kl/mean", "grad/norm", "update/relativ
 
 
 def over(ranks: int, difference: dict[str, Any] | None = None) -> Any:
-    return campaign(lay_over(lay_over(SHARDED, difference or {}), {"machine": {"ranks": ranks, "threads": ranks}}))
+    return campaign(
+        lay_over(lay_over(SHARDED, difference or {}), {"machine": {"ranks": ranks, "threads": ranks, "device": "cpu"}})
+    )
+
+
+def test_more_ranks_than_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    on_gpus = [campaign(lay_over(SHARDED, {"machine": {"ranks": ranks}})) for ranks in (0, 1, 3)]
+    assert [ranks_here(config) for config in on_gpus[:2]] == [2, 1]
+    with pytest.raises(ConfigError, match=r"machine\.ranks.*3.*NCCL takes one rank a GPU, and here are 2"):
+        ranks_here(on_gpus[2])
+    assert ranks_here(over(3)) == 3
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks import command
+from tasks.record import read_record
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage, stage_lock, stop_on_signals
 from tasks.workspace import REPOSITORY, Workspace
@@ -124,6 +127,67 @@ def test_a_stage_that_fails_leaves_the_old_artifact_and_its_run_directory(
     assert (workspace.run / "prepare" / "log").exists()
 
 
+def killed_before(call: int, act: Callable[[], object]) -> bool:
+    """Act in a process that is killed before that call to change or secure a file, and return whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        numbers = count(1)
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def change(*arguments: Any, **options: Any) -> Any:
+                if next(numbers) == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return change
+
+        try:
+            for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync"):
+                setattr(os, name, counted(getattr(os, name)))
+            act()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_killed_anywhere_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    monkeypatch.setattr("tasks.stage.git_tags", lambda repository: {})
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    lost = 0
+    for call in count(1):
+        workspace = place(tmp_path / str(call))
+        if again:
+            run_stage(workspace, PREPARE)
+        toy.calls.clear()
+        was_killed = killed_before(call, lambda: run_stage(workspace, PREPARE, force=again))  # noqa: B023 (called at once)
+        manifest = read_manifest(workspace.artifact("prompts"))
+        if workspace.is_current(PREPARE):
+            assert manifest is not None
+            run_stage(workspace, PREPARE)
+            assert toy.calls == [], "what is finished does not run again"
+        else:
+            lost += 1
+            manifest = run_stage(workspace, PREPARE)
+            assert toy.calls == ["prepare"]
+        record = read_record(workspace.run / "prepare")
+        assert record is not None
+        begun_again = again and record.status != "FINISHED"  # killed on the way to the second, the first artifact stands
+        if not begun_again:
+            assert record.status == "FINISHED", record
+            assert record.error is None
+            assert record.artifact is not None
+            assert record.artifact["content_sha256"] == manifest["content_sha256"]
+            assert read_json(workspace.run / "prepare" / "result.json") == {"key": manifest["key"], "rows": manifest["rows"]}
+        assert [path.name for path in (workspace.root / "artifacts").iterdir() if path.name[0] != "."] == ["prompts"]
+        if not was_killed:
+            break
+    assert call > 20
+    assert lost >= 1
+
+
 def test_only_one_process_makes_an_artifact(tmp_path: Path, toy: Toy) -> None:
     workspace = place(tmp_path)
     script = f"""
@@ -192,3 +256,16 @@ def test_a_configuration_file_that_is_not_there_is_a_mistake(handlers: None, cap
 def test_an_unknown_stage_is_a_mistake_of_the_user(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["prepair", "--config", str(PARAMS)]) == 2
     assert "did you mean 'prepare'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    command.limit_threads(load_config(REPOSITORY / "params.yaml", ["machine.threads=3"]))
+    assert (environment["OMP_NUM_THREADS"], environment.get("GOMP_SPINCOUNT")) == ("3", spins)

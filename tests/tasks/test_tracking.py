@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.locks import Owner
 from tasks.record import add_tags, begin, finish, flatten, read_record, truth
 from tasks.tracking import Cursor, Mirror, Sidecar, TrackingError, as_value, clean_key, is_behind, its_turn, read_new
 from tasks.workspace import REPOSITORY
@@ -133,6 +134,19 @@ def test_a_record_goes_on_after_a_failure_and_begins_anew_after_a_success(tmp_pa
     fourth = read_record(tmp_path / "train")
     assert fourth is not None
     assert fourth.id != third.id
+
+
+def test_a_stage_that_ends_while_it_is_looked_at_is_not_called_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_stage(tmp_path)
+
+    def ends(owner: Owner) -> bool:
+        finish(tmp_path / "train", "FINISHED")  # and its process goes
+        return False
+
+    monkeypatch.setattr(Owner, "is_alive", property(ends))
+    record = truth(tmp_path / "train")
+    assert record is not None
+    assert record.status == "FINISHED"
 
 
 def test_a_dead_owner_means_killed(tmp_path: Path) -> None:
@@ -284,6 +298,24 @@ def test_more_than_one_batch_arrives(mirror: Mirror, run: Path) -> None:
 
 
 @pytest.mark.smoke
+def test_a_new_tag_is_all_that_is_sent(mirror: Mirror, run: Path) -> None:
+    finish(run / "train", "FINISHED", final={"reward": 0.5})
+    finish(run, "FINISHED")
+    mirror.sync(run)
+    before = mirror.row(run).final
+    add_tags(run / "train", {"dvc.md5": "0123"})
+    mirror.sync(run)
+    stage = mirror._client.get_run(Sidecar.read(run / "train").run_id)
+    assert stage.data.tags["dvc.md5"] == "0123"
+    assert stage.data.tags["stage"] == "train"
+    assert stage.info.status == "FINISHED"
+    assert len(mirror._client.get_metric_history(stage.info.run_id, "final/reward")) == 1
+    assert mirror.row(run).final == before == {"train/reward": 0.5}
+    begin(run / "train", "stage", "train", CONFIG, "another", {}, {"stage": "train"})
+    mirror.sync(run)
+    assert mirror._client.get_run(Sidecar.read(run / "train").run_id).info.status == "RUNNING"
+
+
 def test_a_run_deleted_in_mlflow_is_made_again(mirror: Mirror, run: Path) -> None:
     RunWriter(run / "train").metrics(1, {"m": 1.0})
     mirror.sync(run)

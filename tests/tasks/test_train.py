@@ -27,12 +27,14 @@ from tasks.anchors import describe
 from tasks.registry import StagePaths, get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
+from trainer.anchors import guard
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
 from trainer.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError, StopRequested
 from trainer.files import read_manifest, sha256_file, write_json
 from trainer.metrics import read_lines
 from trainer.rollout.embedded import EmbeddedSampler
+from trainer.schedule.sync import SyncSchedule
 
 REPOSITORY = Path(__file__).parents[2]
 CAMPAIGN: dict[str, Any] = {
@@ -354,7 +356,7 @@ def test_anchors_are_made_anew_and_a_stopped_run_goes_on_to_the_same_bits(
     assert (manifest["version"], manifest["step"], manifest["policy_version"]) == (2, 6, 24)
     assert column(run, "anchors/version") == {step: min(step // 3, 3) for step in range(1, 11)}
     assert sorted(column(run, "anchors/audit_exact")) == [2, 4, 6, 8, 10]
-    assert set(column(run, "memory/reference_bytes").values()) == {0.0}
+    assert column(run, "memory/reference_bytes") == dict.fromkeys(range(1, 11), 0.0)
     fed = column(run, "reference/tokens")
     assert [step for step, tokens in fed.items() if tokens] == [2, 3, 4, 6, 8, 9, 10]
     drift = column(run, "anchors/drift")
@@ -431,34 +433,98 @@ def test_the_policy_as_its_own_anchor_still_shows_its_total_drift(train: Train, 
     assert (read_manifest(run / "anchors" / "v000001") or {})["source"] == "policy"
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_damaged_version_is_scored_again_and_said(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+@pytest.fixture(scope="module")
+def aged(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """Digests of a whole run with refreshes, and the run directory of one that was stopped after its second refresh."""
+    root = tmp_path_factory.mktemp("aged")
+    expected = digests(run_train(inputs, root / "whole", campaign(AGEING)))
+    with pytest.MonkeyPatch.context() as patch:
+        stop_in_generation(patch, 11)
+        with pytest.raises(StopRequested):
+            run_train(inputs, root / "run", campaign(AGEING))
+    assert sorted(path.name for path in (root / "run" / "anchors").iterdir()) == ["v000001", "v000002"]
+    return expected, root / "run"
+
+
+SHARD, COMPLETIONS, MANIFEST = "shard-00000.safetensors", "completions.safetensors", "manifest.json"
+
+
+def harm(version: Path, name: str, how: str) -> None:
+    path = version / name
+    if how == "gone":
+        path.unlink()
+    elif how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "another":
+        shutil.copyfile(version.with_name("v000001") / name, path)
+    else:
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harms", "said"),
+    [
+        ({SHARD: "flipped"}, [f"{SHARD} did not match its sha256; scored again"]),
+        ({SHARD: "another"}, [f"{SHARD} did not match its sha256; scored again"]),
+        ({COMPLETIONS: "truncated"}, [f"{COMPLETIONS} did not match its sha256; read from the shards"]),
+        ({MANIFEST: "gone"}, [f"{MANIFEST} is lost; put back"]),
+        ({MANIFEST: "truncated"}, [f"{MANIFEST} is not the checkpoint's; put back"]),
+        ({MANIFEST: "another", SHARD: "gone"}, [f"{MANIFEST} is not the checkpoint's", f"{SHARD} did not match"]),
+    ],
+)
+def test_a_damaged_version_is_made_whole_and_said(
+    train: Train, tmp_path: Path, aged: tuple[dict[str, str], Path], harms: dict[str, str], said: list[str]
 ) -> None:
-    """To the same bits; where the completions are lost too, the run goes on with anchors of the policy as it is."""
-    expected = digests(train(AGEING, run="whole"))
+    """To the same bits: the checkpoint remembers the manifest, and shards and completions make each other again."""
+    expected, stopped = aged
+    shutil.copytree(stopped, tmp_path / "run")
+    version = tmp_path / "run" / "anchors" / "v000002"
+    for name, how in harms.items():
+        harm(version, name, how)
+    with pytest.raises(DataError):
+        describe(version)
+    assert digests(train(AGEING)) == expected
+    rebuilt = [event["reason"] for event in events(tmp_path / "run", "rebuild")]
+    assert [words in reason for words, reason in zip(said, rebuilt, strict=True)] == [True] * len(said)
+    assert [event["step"] for event in events(tmp_path / "run", "refresh")] == [3, 6, 9]
+    assert describe(version)[0].startswith("anchors v000002 on completions of policy version ")
+
+
+@pytest.mark.parametrize("harms", [{SHARD: "flipped", COMPLETIONS: "gone"}, {}, {SHARD: "another", COMPLETIONS: "another"}])
+def test_a_lost_version_is_made_anew_and_said(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aged: tuple[dict[str, str], Path], harms: dict[str, str]
+) -> None:
+    """With the policy of the checkpoint, so to other bits; also when that run is stopped before its next checkpoint."""
+    shutil.copytree(aged[1], tmp_path / "run")
+    version = tmp_path / "run" / "anchors" / "v000002"
+    for name, how in harms.items():
+        harm(version, name, how)
+    if not harms:
+        shutil.rmtree(version)
     with monkeypatch.context() as patch:
-        stop_in_generation(patch, 9)
+        stop_in_generation(patch, 2)  # the first call draws the completions of the anchors
+        patch.setattr(SyncSchedule, "_checkpoint", lambda *_: None)  # killed, not stopped
         with pytest.raises(StopRequested):
             train(AGEING)
-    newest = sorted((tmp_path / "run" / "anchors").iterdir())[-1]
-    shard = newest / "shard-00000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-3] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(DataError, match=r"damaged by its sha256: shard-00000.safetensors"):
-        describe(newest)
-    if lost:
-        os.truncate(newest / "completions.safetensors", 100)
-    same = digests(train(AGEING)) == expected
-    rebuilt = events(tmp_path / "run", "rebuild")
-    if lost:
-        assert not rebuilt
-        assert any("is damaged" in event["reason"] for event in events(tmp_path / "run", "refresh"))
-    else:
-        assert same
-        assert "shard-00000.safetensors did not match its sha256" in rebuilt[0]["reason"]
-        assert describe(newest)[0].startswith(f"anchors {newest.name} on completions of policy version ")
+    made = (read_manifest(version) or {})["content_sha256"]
+    train(AGEING)
+    assert (read_manifest(version) or {})["content_sha256"] == made, "the same ones again"
+    told = [event["reason"] for event in events(tmp_path / "run", "refresh")]
+    assert any("v000002 is damaged" in reason and "the run goes on, to other bits" in reason for reason in told)
+
+
+def test_a_reference_that_stays_in_memory_ends_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked, exact_kl = [], guard.exact_kl
+
+    def leak(policy: Any, voice: Any, *rest: Any) -> float:
+        leaked.append(voice.model)
+        return exact_kl(policy, voice, *rest)
+
+    monkeypatch.setattr(guard, "exact_kl", leak)
+    with pytest.raises(AssertionError, match=r"\d+ bytes of the reference stay in memory between refreshes"):
+        train(lay_over(AGEING, {"train": {"method": "full"}}))
 
 
 # -- killed for real -----------------------------------------------------------------------------------------------------

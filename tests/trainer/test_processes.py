@@ -1,12 +1,17 @@
-"""What processes share: the collector that rests while modules are imported."""
+"""What processes share: the collector that rests while modules are imported, and memory that goes back when it is freed."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from trainer.processes import importing
+from trainer.processes import fit_malloc, importing
 
 
 def failing_import() -> None:
@@ -20,3 +25,44 @@ def test_the_collector_works_again_after_imports_also_after_failed_ones() -> Non
     with pytest.raises(ImportError):
         failing_import()
     assert gc.get_threshold() == before
+
+
+HOLES = """
+import sys
+from pathlib import Path
+from trainer.processes import fit_malloc
+
+def resident():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+
+print(fit_malloc(Path(sys.argv[1])))
+bytearray(32 * 2**20)  # freed: from now on glibc keeps blocks up to this size
+before = resident()
+blocks = [bytearray(b"1" * 2**21) for _ in range(40)]
+del blocks[::2]
+print((resident() - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
+@pytest.mark.parametrize(
+    ("weights_bytes", "wish", "done", "holes_stay"),
+    [(2**26, {}, "True", False), (2**20, {}, "True", True), (2**26, {"MALLOC_MMAP_THRESHOLD_": "33554432"}, "False", True)],
+)
+def test_freed_blocks_go_back_beside_a_model_unless_a_person_wants_them_kept(
+    tmp_path: Path, weights_bytes: int, wish: dict[str, str], done: str, holes_stay: bool
+) -> None:
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(weights_bytes)
+    names = {"GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"}
+    environment = {key: value for key, value in os.environ.items() if key not in names} | wish
+    command, place = [sys.executable, "-c", HOLES, str(tmp_path)], Path(__file__).parents[2]
+    ran = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=True)
+    said, megabytes = ran.stdout.split()
+    assert said == done
+    assert (int(megabytes) > 60) == holes_stay, "of 80, of which 40 are live"
+
+
+def test_a_wish_in_the_tunables_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
+    assert not fit_malloc(tmp_path)

@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 from trainer.anchors.recall import Recall
 from trainer.anchors.scorer import Voice
 from trainer.anchors.store import (
+    COMPLETIONS,
     AnchorStore,
     Origin,
     Settings,
@@ -38,12 +39,11 @@ from trainer.anchors.store import (
     choose_prompts,
     damaged_files,
     open_anchors,
-    rebuild_shards,
+    rebuild_files,
 )
 from trainer.config.schema import Anchors, RLStage, Train
 from trainer.engine.team import ALONE, Team
-from trainer.errors import DataError
-from trainer.files import MANIFEST, new_directory, write_manifest
+from trainer.files import MANIFEST, new_directory, read_manifest, write_json, write_manifest
 from trainer.learn.kl import full_kl
 from trainer.learn.learner import Learner
 from trainer.policy.forward import TokenPair, completion_logits, scoring, tempered_logits
@@ -304,7 +304,8 @@ class AnchorGuard:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the anchors in use."""
-        return {"version": self.version, "made_at": self.made_at, "content_sha256": self.store.manifest["content_sha256"]}
+        state = {"version": self.version, "made_at": self.made_at, "content_sha256": self.store.manifest["content_sha256"]}
+        return {**state, "manifest": self.store.manifest} if self.version else state  # small, and all that cannot be computed
 
     def load_state(self, state: Mapping[str, Any], step: int, stage: RLStage) -> None:
         """Go on with the anchors of a checkpoint; what is damaged of them is made again, and said.
@@ -319,27 +320,38 @@ class AnchorGuard:
             self._use(self.first, 0, 0)
             return
         target = self.directory_of(version)
+        self.team.share(lambda: self._put_manifest_back(target, state.get("manifest"), step))
         damaged = self.team.share(lambda: damaged_files(target))
-        if damaged and not self._rebuilt(target, damaged, step):
+        if damaged and self._rebuilt(target, damaged, step):
+            damaged = []
+        if not damaged and (read_manifest(target) or {}).get("content_sha256") != state["content_sha256"]:
+            damaged = ["not what the checkpoint was trained with"]
+        if damaged:
             self.version = version - 1  # the one that is made now takes the lost one's place
             lost = f"v{version:06d} is damaged ({', '.join(damaged)}) and cannot be scored again; the run goes on, to other bits"
             self.refresh(step, stage, lost, 0.0)
             return
-        store = open_anchors(target, self.origin)
-        if store.manifest["content_sha256"] != state["content_sha256"]:
-            raise DataError(str(target), "is not what the checkpoint was trained with; remove the run directory to begin anew")
-        self._use(store, version, made_at)
+        self._use(open_anchors(target, self.origin), version, made_at)
+
+    def _put_manifest_back(self, target: Path, manifest: dict[str, Any] | None, step: int) -> None:
+        """Write the manifest that a checkpoint remembers where another one is, or none: it says what the files must be."""
+        if manifest is not None and read_manifest(target) != manifest:
+            what = "is not the checkpoint's" if (target / MANIFEST).exists() else "is lost"
+            write_json(target / MANIFEST, manifest)
+            self.event("rebuild", f"{target.name}: {MANIFEST} {what}; put back from the checkpoint", step=step)
 
     def _rebuilt(self, target: Path, damaged: list[str], step: int) -> bool:
-        """Score damaged shards again; return whether the version is whole again."""
-        if self.config.source == "policy":
+        """Make damaged files again, scoring where it needs it; return whether the version is whole again."""
+        rescored = damaged != [COMPLETIONS]
+        if rescored and (self.config.source == "policy" or COMPLETIONS in damaged):
             return False
-        with self.scored_by.called() as voice, tempfile.TemporaryDirectory() as scratch:
+        scorer = self.scored_by.called() if rescored else nullcontext()
+        with scorer as voice, tempfile.TemporaryDirectory() as scratch:
             mine = target if self.team.is_first else Path(shutil.copytree(target, Path(scratch) / target.name))
             self.team.wait()
-            whole = rebuild_shards(mine, damaged, voice)
+            whole = rebuild_files(mine, damaged, voice)
             self.team.wait()
         if whole:
-            names = ", ".join(damaged)
-            self.event("rebuild", f"{target.name}: {names} did not match its sha256; scored again to the same bytes", step=step)
+            names, how = ", ".join(damaged), "scored again" if rescored else "read from the shards"
+            self.event("rebuild", f"{target.name}: {names} did not match its sha256; {how} to the same bytes", step=step)
         return whole

@@ -203,24 +203,29 @@ def _is_whole(path: Path, fact: dict[str, Any]) -> bool:
     return path.is_file() and path.stat().st_size == fact["bytes"] and sha256_file(path) == fact["sha256"]
 
 
-def rebuild_shards(directory: Path, damaged: Sequence[str], scorer: Scorer) -> bool:
-    """Score the completions of damaged shards again, and write those that come out as the manifest says.
+def rebuild_files(directory: Path, damaged: Sequence[str], scorer: Scorer | None) -> bool:
+    """Make damaged files again: shards by scoring their completions, lost completions from the shards, which hold them too.
 
     Args:
         directory: of anchors that the reference scored, with a whole manifest.
         damaged: from `damaged_files`.
-        scorer: the reference.
+        scorer: the reference; None where no shard is damaged.
 
     Returns:
         Whether the directory is whole again. False where the completions are lost, or the machine computes other bits.
     """
     manifest = read_manifest(directory)
-    if manifest is None or COMPLETIONS in damaged or manifest.get("format") != FORMAT:
+    if manifest is None or manifest.get("format") != FORMAT or not {*damaged} <= {*manifest["shards"], COMPLETIONS}:
         return False
-    drawn, size = _read_drawn(directory / COMPLETIONS), manifest["completions_per_shard"]
-    for name in damaged:
-        if name not in manifest["shards"]:
+    shards = [name for name in damaged if name != COMPLETIONS]
+    if len(shards) < len(damaged):
+        if shards:
             return False
+        everything = [one for name in manifest["shards"] for one in _read_drawn(directory / name)]
+        _write(directory / COMPLETIONS, drawn_tensors(everything))
+    drawn, size = _read_drawn(directory / COMPLETIONS), manifest["completions_per_shard"]
+    for name in shards:
+        assert scorer is not None
         first = manifest["shards"].index(name) * size
         tensors = shard_tensors(scorer, drawn[first : first + size], manifest["top_k"], manifest["temperature"])
         _write(directory / name, tensors)

@@ -27,28 +27,34 @@ _DEEPEST = 32  # levels of a configuration; the deepest key has 6
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def read_yaml(path: Path) -> Tree:
-    """Read one YAML file whose top level is a mapping."""
+def read_yaml(path: Path, key: str = "recipe") -> Tree:
+    """Read one YAML file whose top level is a mapping.
+
+    Args:
+        key: what the file is, for messages.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         siblings = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         problem = "no such file; " + nearest(str(path), siblings) if siblings else "no such file"
-        raise ConfigError("recipe", str(path), problem) from None
+        raise ConfigError(key, str(path), problem) from None
     except IsADirectoryError:
-        raise ConfigError("recipe", str(path), "is a directory; name a file") from None
+        raise ConfigError(key, str(path), "is a directory; name a file") from None
     except OSError as error:
-        raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); name a file that can") from None
+        raise ConfigError(key, str(path), f"cannot be read ({error.strerror}); name a file that can") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("recipe", str(path), f"is not UTF-8 text ({error.reason})") from None
+        raise ConfigError(key, str(path), f"is not UTF-8 text ({error.reason})") from None
     try:
         tree = _parse(text)
     except NoYaml as error:
-        raise ConfigError("recipe", str(path), f"is not YAML:{error}") from None
+        raise ConfigError(key, str(path), f"is not YAML:{error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError("recipe", str(path), "must be a mapping of sections, as in params.yaml")
+        raise ConfigError(
+            key, str(path), "must be a mapping of keys" + (" (sections, as in params.yaml)" if key == "recipe" else "")
+        )
     return tree
 
 

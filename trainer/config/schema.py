@@ -347,7 +347,7 @@ class Memory(Section):
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Of `tiered`: layers fetched ahead. 0 fetches a layer when it is needed."""
     resident_layers: Annotated[int, Field(ge=0)] = 0
-    """Of `tiered`: so many layers, the first ones, stay in memory."""
+    """Of `tiered`: so many layers, the first ones, stay in memory; on a GPU on the device."""
     boundaries: Literal["device", "host"] = "device"
     """Where hidden states between layers wait for backward."""
     journal: Literal["disk", "memory"] = "disk"

@@ -64,11 +64,13 @@ def place_weights(
             return disk_source(memory, cold, units)
         largest = max(unit.numel for unit in anatomy.units.values()) * reader.dtype.itemsize
         inner: LayerSource
-        if memory.source == "disk":
-            inner = disk_source(memory, cold, units, new_buffer=pinned_buffer, more_slots=memory.prefetch + 3)
+        hot = _stay(memory)
+        if memory.source == "disk":  # what stays hot is on the device, so all of it is on the disk
+            kept = memory.model_copy(update={"resident_layers": 0})
+            inner = disk_source(kept, cold, units, new_buffer=pinned_buffer, more_slots=memory.prefetch + 3)
         else:
             inner = MemorySource({name: pinned_copy(flat) for name, flat in units}, journal)
-        return DeviceSource(inner, CudaLane(on), largest, memory.prefetch)
+        return DeviceSource(inner, CudaLane(on), largest, memory.prefetch, hot)
 
     return model, streamed(model, make, trains=trains, split=memory.split, reader=reader)
 
@@ -124,27 +126,52 @@ def place_reference(
         directory, dtype, device, train, run, mesh: as in `place_weights`.
     """
     memory, model = train.memory, skeleton(directory)
-    reader = DirectoryReader(directory, DTYPES[dtype], pick_device(device), model)
+    on = pick_device(device)
+    reader = DirectoryReader(directory, DTYPES[dtype], on, model)
     cold = (Path(memory.directory) if memory.directory else run) / "reference"
 
     def on_disk(packed: Iterator[tuple[str, Tensor]]) -> LayerSource:
         return DiskSource(cold, packed, prefetch=memory.prefetch)
 
     if mesh is not None:
-        on = pick_device(device)
 
         def cut(packed: Iterator[tuple[str, Tensor]]) -> LayerSource:
             return ShardedSource(((name, raw.to(on)) for name, raw in packed), mesh, None, memory.prefetch > 0)
 
         return ShardedReference(model, train.sampling.temperature, cut, reader, block_elements=_WHOLE)
-    keep = on_disk if memory.weights == "tiered" and memory.source == "disk" else None
-    return Int8Reference(model, train.sampling.temperature, keep, reader)
+    is_disk = memory.weights == "tiered" and memory.source == "disk"
+    if on.type == "cpu":
+        return Int8Reference(model, train.sampling.temperature, on_disk if is_disk else None, reader)
+
+    def streamed_in(packed: Iterator[tuple[str, Tensor]]) -> LayerSource:
+        options: dict[str, Any] = {"new_buffer": pinned_buffer, "more_slots": memory.prefetch + 3}
+        largest = 0
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            nonlocal largest
+            for name, raw in packed:
+                largest = max(largest, raw.nbytes)
+                yield name, raw
+
+        inner: LayerSource
+        if is_disk:
+            inner = DiskSource(cold, each(), prefetch=memory.prefetch, **options)
+        else:
+            inner = MemorySource({name: pinned_copy(raw) for name, raw in each()}, None)
+        return DeviceSource(inner, CudaLane(on), largest, memory.prefetch)
+
+    return Int8Reference(model, train.sampling.temperature, streamed_in, reader)
 
 
 def disk_source(memory: Memory, directory: Path, units: Iterator[tuple[str, Tensor]], **options: Any) -> DiskSource:
     """Write a model's units to a disk, but those that are to stay in memory."""
-    stay = {f"layers.{index}{half}" for index in range(memory.resident_layers) for half in ("", ".low")}
+    stay = _stay(memory)
     return DiskSource(directory, units, prefetch=memory.prefetch, resident=stay, split=memory.split, **options)
+
+
+def _stay(memory: Memory) -> set[str]:
+    """Return the units that stay where they compute."""
+    return {f"layers.{index}{half}" for index in range(memory.resident_layers) for half in ("", ".low")}
 
 
 def build_stateless(residency: Residency, train: Train, seed: int) -> StatelessEngine:

@@ -152,7 +152,7 @@ class StatelessEngine:
         temperature: that of the sampling distribution.
         seed: the campaign's.
         boundary_device: where hidden states wait for backward; None: where they are computed.
-        chunk_elements: most logits that exist at a time.
+        chunk_elements: most logits that exist at a time; None takes what keeps the device busy.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StatelessEngine:
         temperature: float,
         seed: int,
         boundary_device: torch.device | None = None,
-        chunk_elements: int = 2**22,
+        chunk_elements: int | None = None,
     ):
         self.residency, self.config, self.heartbeat, self.seed = residency, config, heartbeat, seed
         self.schedule = LayerMajor(residency, temperature, chunk_elements, boundary_device)

@@ -101,6 +101,8 @@ def resident(
         _views(anatomy, flats, trains)
     else:
         placeholders(anatomy, compute, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model's own tensors were others than the units' buffers
     residency = Residency(anatomy, MemorySource(flats, journal_directory), trains, compute, direct)
     residency.split = split
     if not direct:

@@ -1,23 +1,23 @@
 """Between host and device: a few device slots, filled and emptied on a stream of their own, beside the computation.
 
-    inner source (disk or host) --copy stream--> device slot --event--> computing --event--> copy stream --> inner source
+    inner source (disk or host) --stream in--> device slot --event--> computing --event--> stream out --> inner source
 
-A slot is overwritten only after the event that was recorded behind its last use; the computation waits for the event behind
-the copy. Slots are allocated once and owned here, so no tensor crosses streams in the allocator's hands. Host buffers are
-registered with the driver at their exact size (torch's own pinning rounds up to a power of two); where that fails they stay
-pageable, copies are then synchronous, and `pinned` says so.
+The two streams are apart because a link to the host moves both ways at once. A slot is overwritten only after the event that was
+recorded behind its last use; the computation waits for the event behind the copy. Slots are allocated once and owned here, so no
+tensor crosses streams in the allocator's hands. Host buffers are registered with the driver at their exact size (torch's own
+pinning rounds up to a power of two); where that fails they stay pageable, and copies are then synchronous.
 
 `HostLane` does the same without a device, so that the hand-over of slots can be tested on a CPU.
 """
 
 from __future__ import annotations
 
-import weakref
+import mmap
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,34 +36,37 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
 
 
+Way = Literal["in", "out"]
+
+
 class Lane(Protocol):
-    """The copy stream of a device."""
+    """The copy streams of a device: one towards it, one away from it."""
 
     device: torch.device
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Issue what follows on the copy stream."""
+    def copying(self, way: Way) -> AbstractContextManager[Any]:
+        """Issue what follows on a copy stream."""
         ...
 
-    def mark_copy(self) -> Mark: ...
+    def mark_copy(self, way: Way) -> Mark: ...
     def mark_compute(self) -> Mark: ...
-    def copy_waits(self, mark: Mark) -> None: ...
+    def copy_waits(self, way: Way, mark: Mark) -> None: ...
     def compute_waits(self, mark: Mark) -> None: ...
 
 
 class CudaLane:
-    """A side stream of a CUDA device."""
+    """Two side streams of a CUDA device."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._streams: dict[Way, torch.cuda.Stream] = {"in": torch.cuda.Stream(device), "out": torch.cuda.Stream(device)}
 
-    def copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+    def copying(self, way: Way) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[way])
 
-    def mark_copy(self) -> Mark:
+    def mark_copy(self, way: Way) -> Mark:
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self._streams[way])
         return event
 
     def mark_compute(self) -> Mark:
@@ -71,8 +74,8 @@ class CudaLane:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def copy_waits(self, mark: Any) -> None:
-        self._stream.wait_event(mark)
+    def copy_waits(self, way: Way, mark: Any) -> None:
+        self._streams[way].wait_event(mark)
 
     def compute_waits(self, mark: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(mark)
@@ -91,35 +94,48 @@ class HostLane:
 
     device = torch.device("cpu")
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self, way: Way) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def mark_copy(self) -> Mark:
+    def mark_copy(self, way: Way) -> Mark:
         return _Done()
 
     def mark_compute(self) -> Mark:
         return _Done()
 
-    def copy_waits(self, mark: Mark) -> None:
+    def copy_waits(self, way: Way, mark: Mark) -> None:
         """Nothing to wait for."""
 
     def compute_waits(self, mark: Mark) -> None:
         """Nothing to wait for."""
 
 
-def register(buffer: Tensor) -> bool:
-    """Pin a host buffer at its exact size for as long as it lives; False where the driver refuses."""
+class _Pages(mmap.mmap):
+    """Pages of host memory with nothing else on them, for the driver pins whole pages; unpinned before they are given back."""
+
+    address = 0  # where they are pinned
+
+    def __del__(self) -> None:
+        if self.address:
+            self.unpin(self.address)
+
+    unpin: Callable[[int], Any]
+
+
+def _pin(pages: _Pages, buffer: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
-    if buffer.nbytes == 0 or runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0).value != 0:
-        return False
-    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
-    return True
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
+        pages.unpin, pages.address = runtime.cudaHostUnregister, buffer.data_ptr()
+        return
+    with suppress(RuntimeError):  # the next launch would raise what the driver remembers of this
+        torch.zeros(1, device="cuda")
 
 
 def pinned_buffer(num_bytes: int) -> Tensor:
-    """Return exact-size host memory, pinned where the driver allows it."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    register(buffer)
+    """Return exact-size host memory, pinned where the driver allows it (`Tensor.is_pinned` tells)."""
+    pages = _Pages(-1, max(num_bytes, 1))
+    buffer = torch.frombuffer(pages, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+    _pin(pages, buffer if num_bytes else torch.frombuffer(pages, dtype=torch.uint8))
     return buffer
 
 
@@ -148,15 +164,22 @@ class DeviceSource:
         slot_bytes: size of the largest unit.
         prefetch: units copied ahead; there are so many slots, plus one that computes, one that is written back, and one for
             lower halves.
+        resident: units that stay on the device once they are there, each in a slot of its own size; they are written back too.
     """
 
-    def __init__(self, inner: LayerSource, lane: Lane, slot_bytes: int, prefetch: int):
+    def __init__(self, inner: LayerSource, lane: Lane, slot_bytes: int, prefetch: int, resident: Collection[str] = ()):
         self.inner, self.lane, self.prefetch = inner, lane, prefetch
-        self._slots = [_Slot(torch.empty(slot_bytes, dtype=torch.uint8, device=lane.device)) for _ in range(prefetch + 3)]
+        self._slots = [self._new_slot(slot_bytes) for _ in range(prefetch + 3)]
+        self._resident, self._own = frozenset(resident), dict[str, _Slot]()
         self._where: dict[str, _Slot] = {}
         self._facts: dict[str, tuple[torch.dtype, int]] = {}  # type and number of elements
         self._plan: deque[str] = deque()
         self._order: deque[_Slot] = deque(self._slots)  # the one that was used longest ago first
+
+    def _new_slot(self, num_bytes: int) -> _Slot:
+        """Return a slot; its memory may have been another tensor's, with which the computation has not finished."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.lane.device)
+        return _Slot(buffer, released=self.lane.mark_compute())
 
     def expect(self, units: Sequence[str]) -> None:
         self._plan = deque(units)
@@ -169,13 +192,14 @@ class DeviceSource:
             if self._plan and self._plan[0] == unit:
                 self._plan.popleft()
             if slot is None:
-                slot = self._fill(unit, self._take(()))
-            assert slot is not None
+                slot = self._bring(unit, ())
+            assert slot is not None, "all slots are open"
             if slot.filled is not None:
                 self.lane.compute_waits(slot.filled)
             slot.is_open = True
-            self._order.remove(slot)
-            self._order.append(slot)
+            if slot in self._order:
+                self._order.remove(slot)
+                self._order.append(slot)
             self._copy_ahead()
         return self._view(slot)
 
@@ -186,10 +210,10 @@ class DeviceSource:
         if changed:
             self._settle(slot)
             host = self.inner.open(unit)
-            self.lane.copy_waits(slot.released)
-            with self.lane.copying():
+            self.lane.copy_waits("out", slot.released)
+            with self.lane.copying("out"):
                 host.copy_(self._view(slot), non_blocking=True)
-            slot.emptied = self.lane.mark_copy()
+            slot.emptied = self.lane.mark_copy("out")
         self._copy_ahead()
 
     def _view(self, slot: _Slot) -> Tensor:
@@ -197,8 +221,16 @@ class DeviceSource:
         dtype, numel = self._facts[slot.unit]
         return slot.buffer[: numel * dtype.itemsize].view(dtype)
 
-    def _fill(self, unit: str, slot: _Slot | None) -> _Slot:
-        assert slot is not None, "all slots are open"
+    def _bring(self, unit: str, keep: Sequence[str]) -> _Slot | None:
+        """Start to copy a unit to the device; None where no slot is free but those of units to keep."""
+        slot = next((one for one in self._order if not one.is_open and one.unit not in keep), None)
+        if unit in self._resident:
+            if unit not in self._own:
+                self._own[unit] = self._new_slot(self.inner.open(unit).nbytes)
+                self._slots.append(self._own[unit])
+            slot = self._own[unit]
+        if slot is None:
+            return None
         self._settle(slot)
         if slot.unit is not None:
             del self._where[slot.unit]
@@ -207,10 +239,10 @@ class DeviceSource:
         slot.unit, slot.host_open = unit, True
         self._where[unit] = slot
         if slot.released is not None:
-            self.lane.copy_waits(slot.released)
-        with self.lane.copying():
+            self.lane.copy_waits("in", slot.released)
+        with self.lane.copying("in"):
             self._view(slot).copy_(host, non_blocking=True)
-        slot.filled = self.lane.mark_copy()
+        slot.filled = self.lane.mark_copy("in")
         return slot
 
     def _settle(self, slot: _Slot) -> None:
@@ -231,17 +263,11 @@ class DeviceSource:
         for slot in self._slots:
             self._settle(slot)
 
-    def _take(self, keep: Sequence[str]) -> _Slot | None:
-        return next((slot for slot in self._order if not slot.is_open and slot.unit not in keep), None)
-
     def _copy_ahead(self) -> None:
         soon = list(dict.fromkeys(self._plan))[: self.prefetch]
         for name in soon:
-            if name not in self._where:
-                slot = self._take(soon)
-                if slot is None:
-                    return
-                self._fill(name, slot)
+            if name not in self._where and self._bring(name, soon) is None:
+                return
         for slot in self._slots:  # the host's slots are few: give back those whose copies are through, wait for none
             marks = [slot.filled if slot.host_open else None, slot.emptied]
             if all(mark is None or mark.query() for mark in marks):

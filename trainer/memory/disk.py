@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -225,11 +226,16 @@ class DiskSource:
             self._counts.stalled_seconds += time.perf_counter() - begin
             self._clock += 1
             slot.is_open, slot.used = True, self._clock
-            if self._plan and self._plan[0] == unit:
-                self._plan.popleft()
+            self._pass(unit)
             self._read_ahead()
         fact = self._facts[unit]
         return slot.buffer[: fact.num_bytes].view(fact.dtype)
+
+    def _pass(self, unit: str) -> None:
+        """Take a visit off the plan, and those before it that did not come: a device has slots of its own that answer some."""
+        if unit in islice(self._plan, len(self._slots)):
+            while self._plan.popleft() != unit:
+                pass
 
     def close(self, unit: str, changed: bool = False) -> None:
         if unit in self._resident:

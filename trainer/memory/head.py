@@ -57,6 +57,10 @@ class ChunkedHead:
         for begin in range(0, total, self.chunk_tokens):
             yield slice(begin, min(begin + self.chunk_tokens, total))
 
+    def _here(self, hidden_tD: Tensor) -> Tensor:
+        """Hidden states may wait on the host."""
+        return hidden_tD.to(self.residency.device, non_blocking=True)
+
     def _scaled(self, hidden_tD: Tensor) -> Tensor:
         logits_tv = self.pieces.logits(hidden_tD).float()
         return logits_tv if self.temperature == 1.0 else logits_tv / self.temperature
@@ -69,7 +73,10 @@ class ChunkedHead:
             first, last = self.rows.rows(unit)
             with self.residency.opened(unit), self.residency.head_bias(first, last):
                 for index, (hidden_TD, work) in enumerate(zip(hiddens, works, strict=True)):
-                    parts = [self._look(hidden_TD[s], work.ids_TK[s], work.entropy, first) for s in self._chunks(len(hidden_TD))]
+                    parts = [
+                        self._look(self._here(hidden_TD[s]), work.ids_TK[s], work.entropy, first)
+                        for s in self._chunks(len(hidden_TD))
+                    ]
                     log_T, picked_TK = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
                     mean_T = torch.cat([p[2] for p in parts]) if work.entropy else None
                     if first == 0:
@@ -103,14 +110,12 @@ class ChunkedHead:
             leaf, total = leaves[self.rows.name], None
             for index, (seen, slope) in enumerate(zip(scored, slopes, strict=True)):
                 for part in self._chunks(len(seen.hidden_TD)):
-                    hidden_tD = seen.hidden_TD[part].detach().requires_grad_(wanted)
+                    hidden_tD = self._here(seen.hidden_TD[part]).detach().requires_grad_(wanted)
                     self._push(hidden_tD, seen, slope, part, first)
                     if hidden_slopes is not None:
                         assert hidden_tD.grad is not None
-                        if first == 0:
-                            hidden_slopes[index][part] = hidden_tD.grad
-                        else:
-                            hidden_slopes[index][part] += hidden_tD.grad
+                        held_tD = hidden_slopes[index][part]
+                        held_tD.copy_(hidden_tD.grad if first == 0 else self._here(held_tD) + hidden_tD.grad, non_blocking=True)
                     if leaf.dtype != torch.float32 and leaf.grad is not None:
                         total = leaf.grad.float() if total is None else total.add_(leaf.grad)
                         leaf.grad = None

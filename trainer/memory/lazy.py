@@ -20,7 +20,7 @@ class DirectoryReader:
         directory: a Hugging Face model directory with safetensors.
         dtype: in which weights are to be stored.
         device: on which the model computes.
-        model: its skeleton; persistent buffers are filled from the directory.
+        model: its skeleton; persistent buffers are filled from the directory, and all buffers move to the device.
 
     Raises:
         ModelError: the directory's tensors are not named as the model's parameters are.
@@ -40,6 +40,9 @@ class DirectoryReader:
             for name, buffer in model.named_buffers():
                 if name in there:
                     buffer.copy_(self._reader.read(name))
+        for module in model.modules():
+            for name, held in module._buffers.items():
+                module._buffers[name] = None if held is None else held.to(device)
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)

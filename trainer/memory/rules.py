@@ -28,7 +28,8 @@ from torch import Tensor
 
 Rule = Literal["sgd", "sign", "rms", "sinkhorn"]
 Rounding = Literal["stochastic", "nearest"]
-CHUNK = 2**18  # elements of one pass; even, so that chunks begin on a pair of random halves
+CHUNK = 2**18  # elements of one pass on a CPU; even, so that chunks begin on a pair of random halves
+DEVICE_CHUNK = 2**24  # the same on a device, where a pass is some fifty launches
 SINKHORN_ROUNDS = 5
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # lowbias32, as signed 32-bit numbers
 
@@ -119,6 +120,10 @@ def _fold(x: Tensor, scratch: Tensor, shift: int) -> Tensor:
     return x.bitwise_xor_(scratch)
 
 
+def _chunk(values: Tensor) -> int:
+    return CHUNK if values.device.type == "cpu" else DEVICE_CHUNK
+
+
 def round_stochastic(values_N: Tensor, seed: int, start: int = 0, rows_U: Tensor | None = None, width: int = 0) -> Tensor:
     """Return float32 values rounded to bfloat16, up or down with the probability that keeps the mean.
 
@@ -128,12 +133,13 @@ def round_stochastic(values_N: Tensor, seed: int, start: int = 0, rows_U: Tensor
         start, rows_U, width: where the elements lie in their parameter, as in `random_halves`.
     """
     rounded_N = torch.empty(values_N.shape, dtype=torch.bfloat16, device=values_N.device)
-    for begin in range(0, len(values_N), CHUNK):
-        part = values_N[begin : begin + CHUNK]
+    chunk = _chunk(values_N)
+    for begin in range(0, len(values_N), chunk):
+        part = values_N[begin : begin + chunk]
         halves = random_halves(seed, start + begin, len(part), part.device, rows_U, width)
         bits = halves.to(torch.int32).add_(2**15)
         bits.add_(part.view(torch.int32))
-        rounded_N[begin : begin + CHUNK].view(torch.int16).copy_(bits.view(torch.int16)[1::2])
+        rounded_N[begin : begin + chunk].view(torch.int16).copy_(bits.view(torch.int16)[1::2])
     return rounded_N
 
 
@@ -243,8 +249,9 @@ def apply_update(
         movement: takes sums of what happened.
     """
     decay = step.rate * step.decay if decays else 0.0
-    for begin in range(0, len(stored_N), CHUNK):
-        part = slice(begin, begin + CHUNK)
+    chunk = _chunk(stored_N)
+    for begin in range(0, len(stored_N), chunk):
+        part = slice(begin, begin + chunk)
         stored, low = stored_N[part], None if low_N is None else low_N[part]
         old = join(stored, low) if low is not None else stored.float()
         intended = direction_N[part].mul_(-step.rate)

@@ -15,7 +15,8 @@ Legend: M works, B sequences, S positions, D hidden size, T tokens of a work, U 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from trainer.memory.head import ChunkedHead, Scored
 from trainer.memory.residency import Residency
 
 Gradients = dict[str, Tensor]  # float32, by parameter name
+CHUNK_ELEMENTS = (2**22, 2**25)  # logits that exist at a time: on a CPU; on a device, where each chunk costs some launches
 
 
 class Sink(Protocol):
@@ -63,6 +65,7 @@ class Passage:
 
     works: Sequence[Work]
     ids_U: Tensor
+    touched: list[str]  # units with rows of the embedding that were used
     indices: list[Tensor]  # of each work: which of ids_U each position takes [B, S]
     given: list[list[Given]]  # of each work and layer
     boundaries: list[list[Tensor]]  # of each layer and work: what goes in; the last row comes out of the last layer [B, S, D]
@@ -75,16 +78,20 @@ class LayerMajor:
     Args:
         residency: opens the units.
         temperature: that of the sampling distribution.
-        chunk_elements: most logits that exist at a time.
+        chunk_elements: most logits that exist at a time; None takes what keeps the device busy.
         boundary_device: where hidden states between layers are kept; None leaves them where they are computed.
     """
 
     def __init__(
-        self, residency: Residency, temperature: float, chunk_elements: int = 2**22, boundary_device: torch.device | None = None
+        self,
+        residency: Residency,
+        temperature: float,
+        chunk_elements: int | None = None,
+        boundary_device: torch.device | None = None,
     ):
         self.residency, self.pieces, self.anatomy = residency, residency.pieces, residency.anatomy
-        self.head = ChunkedHead(residency, temperature, chunk_elements)
         self.device = residency.device
+        self.head = ChunkedHead(residency, temperature, chunk_elements or CHUNK_ELEMENTS[self.device.type != "cpu"])
         self.boundary_device = boundary_device or self.device
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
@@ -110,14 +117,15 @@ class LayerMajor:
         rows_UD = residency.rows(anatomy.embedding_rows, ids_U)
         entered = [self.pieces.enter(rows_UD, index_BS) for index_BS in indices]
         hidden = [self._away(hidden_BSD) for hidden_BSD, _ in entered]
-        passage = Passage(works, ids_U, indices, [given for _, given in entered], [])
+        passage = Passage(works, ids_U, touched, indices, [given for _, given in entered], [])
         for number, unit in enumerate(anatomy.layers):
             if keep:
                 passage.boundaries.append(hidden)
             with residency.opened(unit):
                 hidden = [self._away(self._block(number, passage, m, self._here(h))) for m, h in enumerate(hidden)]
         passage.boundaries.append(hidden)
-        passage.scored = self.head.forward([self._selected(m, passage, self._here(h)) for m, h in enumerate(hidden)], works)
+        selected = [self._away(self._selected(m, passage, self._here(h))) for m, h in enumerate(hidden)]
+        passage.scored = self.head.forward(selected, works)
         return passage
 
     def _backward_order(self, touched: list[str]) -> list[str]:
@@ -125,8 +133,7 @@ class LayerMajor:
         layers = [unit.name for unit in reversed(self.anatomy.layers)]
         if not self.residency.trains:
             return [*head, *layers]
-        again = head if len(head) > 1 or self.anatomy.tied else []
-        return [*head, *layers, *again, *([] if self.anatomy.tied else touched)]
+        return [*head, *layers, *touched, *head, *([] if self.anatomy.tied else touched)]
 
     def _block(self, number: int, passage: Passage, work: int, hidden_BSD: Tensor) -> Tensor:
         return self.pieces.block(number, hidden_BSD, passage.given[work][number])
@@ -155,23 +162,33 @@ class LayerMajor:
             False when the sink abandoned the step; some of its gradients were then applied already.
         """
         assert (sink is not None) == self.residency.trains
+        self.residency.source.expect(self._backward_order(passage.touched))  # anew: with two passes this is the second
         last = passage.boundaries[-1]
-        hidden_slopes = [torch.zeros(seen.hidden_TD.shape, device=self.device) for seen in passage.scored]
+        pinned = self.boundary_device.type == "cpu" and self.device.type == "cuda"
+        hidden_slopes = [
+            torch.zeros(seen.hidden_TD.shape, device=self.boundary_device, pin_memory=pinned) for seen in passage.scored
+        ]
         head = self._head_gradient(passage, slopes, hidden_slopes)
         outer: Gradients = {}
         early = sink is not None and not sink.whole and not self.anatomy.tied
         if early and sink is not None and not sink.passes(self.anatomy.head_rows.group, head.squares):
             return False
-        flow = [self._through_leave(m, passage, self._here(h), hidden_slopes[m], outer) for m, h in enumerate(last)]
+        flow = [
+            self._away(self._through_leave(m, passage, self._here(h), self._here(hidden_slopes[m]), outer))
+            for m, h in enumerate(last)
+        ]
+        hidden_slopes.clear()
         for number in reversed(range(len(self.anatomy.layers))):
             unit = self.anatomy.layers[number]
             leaves, gradients = self.residency.open(unit), Gradients()
             changed = False
             try:
                 wanted = number > 0 or self.residency.trains
-                for m, h in enumerate(passage.boundaries[number]):
-                    flow[m] = self._through_block(number, passage, m, self._here(h), flow[m], wanted)
-                    collect(leaves, gradients)
+                with collecting(leaves, gradients):
+                    for m, h in enumerate(passage.boundaries[number]):
+                        slope_BSD = self._through_block(number, passage, m, self._here(h), self._here(flow[m]), wanted)
+                        flow[m] = self._away(slope_BSD)
+                        collect(leaves, gradients)
                 release(leaves)
                 if sink is not None:
                     if not sink.take(unit, gradients):
@@ -279,7 +296,7 @@ class LayerMajor:
         for index_BS, slope_BSD in zip(passage.indices, flow, strict=True):
             with torch.enable_grad():
                 hidden_BSD, _ = self.pieces.enter(rows_UD, index_BS)
-            torch.autograd.backward(hidden_BSD, slope_BSD)
+            torch.autograd.backward(hidden_BSD, self._here(slope_BSD))
             collect(leaves, gradients)
             collect(self.residency.outer, outer)
         if self.pieces.padding_id is not None:
@@ -351,6 +368,22 @@ def collect(leaves: dict[str, Tensor], gradients: Gradients) -> None:
         else:
             gradients[name] = leaf.grad.float() if name not in gradients else gradients[name].add_(leaf.grad)
         leaf.grad = None
+
+
+@contextmanager
+def collecting(leaves: dict[str, Tensor], gradients: Gradients) -> Iterator[None]:
+    """Collect gradients of other types than float32 one by one, as backward makes them: a layer's are never there twice."""
+
+    def taken(name: str) -> Callable[[Tensor], None]:
+        return lambda leaf: collect({name: leaf}, gradients)
+
+    others = [(name, leaf) for name, leaf in leaves.items() if leaf.requires_grad and leaf.dtype != torch.float32]
+    handles = [leaf.register_post_accumulate_grad_hook(taken(name)) for name, leaf in others]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def release(leaves: dict[str, Tensor]) -> None:

@@ -29,6 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from trainer.memory.disk import bytes_of, write_from
 from trainer.memory.journal import Journal
 
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+
 
 class _Flat(nn.Module):
     """One unit as a module with one parameter, for FSDP2 to shard."""
@@ -95,7 +97,7 @@ class ShardedSource:
         """
         chunk = self._chunk(unit)
         mine = torch.empty(chunk, dtype=padded.dtype, device=padded.device)
-        dist.reduce_scatter_single(mine, padded, group=self.group)
+        _reduce_scatter(mine, padded, group=self.group)
         return mine[: max(min(chunk, self._lengths[unit] - self.rank * chunk), 0)]
 
     def total(self, values: Tensor) -> Tensor:

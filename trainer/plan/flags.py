@@ -9,6 +9,7 @@ from math import ceil
 
 from trainer.plan.memory import sync_kind
 from trainer.plan.plan import Plan, size
+from trainer.processes import malloc_choice
 
 INT4_GROUP_BYTES = 2 / 128  # bytes a weight that group-wise 16-bit scales would add
 SMALL_ADAPTER = 0.5e9  # parameters below which offloading an adapter's optimizer state does not pay
@@ -17,8 +18,17 @@ CALM_LAG = 50  # optimizer steps from which async runs were seen to oscillate
 
 def flags(plan: Plan) -> list[str]:
     """Return the sentences that belong to a plan, the gravest first."""
-    said = [*_batch(plan), *_backbone(plan), *_state(plan), *_network(plan), *_offload(plan), *_lag(plan), *_engine(plan)]
-    said += [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
+    said = [
+        *_batch(plan),
+        *_backbone(plan),
+        *_state(plan),
+        *_network(plan),
+        *_offload(plan),
+        *_lag(plan),
+        *_engine(plan),
+        *_malloc(plan),
+    ]
+    said += [*_malloc(plan)] + [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
     return said
 
 
@@ -28,6 +38,14 @@ def tokens(value: float) -> str:
         if value >= scale / 10:
             return f"{value / scale:,.3g}{unit}"
     return f"{value:,.0f}"
+
+
+def _malloc(plan: Plan) -> list[str]:
+    """Main memory is planned as that of live tensors, which a stage tells malloc to hold to unless a person told it otherwise."""
+    request, chosen = plan.request, malloc_choice()
+    if not (request.hardware.is_cpu and request.hardware.name == "local" and chosen):
+        return []
+    return [f"{chosen} is set: malloc may keep freed memory, with long sequences half as much again as planned; unset it"]
 
 
 def _batch(plan: Plan) -> list[str]:

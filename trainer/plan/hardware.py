@@ -128,7 +128,7 @@ def load_hardware(source: str | Path | Mapping[str, Any]) -> Hardware:
 
         return probe_local()
     if Path(text).suffix in (".yaml", ".yml"):
-        tree = read_yaml(Path(text))
+        tree = read_yaml(Path(text), "hardware")
         return _from_tree(dict(tree.get("hardware", tree)))
     return _from_tree({"device": text})
 

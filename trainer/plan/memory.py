@@ -35,7 +35,9 @@ BFLOAT16_LIBRARY = 8.0e6
 CONTEXT = "driver and libraries"
 SAMPLERS = "samplers' "  # begins the terms of processes beside the one that trains
 CHUNK_ELEMENTS = 2**25  # logits that the learner makes at a time
-LAYERWISE_CHUNK_ELEMENTS = 2**22  # the same, layer by layer
+LAYERWISE_CHUNK_ELEMENTS = 2**22  # the same, layer by layer; 2**25 on a device, as the learner's
+DEVICE_SLOT = 1  # beside those of the host: one that is written back while the next is filled
+DEVICE_UPDATE_BYTES = 20.0  # of an element, while a device rounds and sums up what moved
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def _weights(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
             bill.add("device", "lower halves of weights", card.parameters * 2.0, "P x 2 B, read by the update only")
     elif train.residency == "tiered":
         unit = max(block.parameters for block in card.blocks) * w
-        slots = min(train.slots, card.num_layers)
+        slots = min(train.slots, card.num_layers) + (0 if bill.on_cpu or not train.layer_major else DEVICE_SLOT)
         bill.add("device", "layer slots", slots * unit, f"{slots} slots x largest layer {unit / 1e6:,.0f} MB")
         hot = min(train.resident_layers, card.num_layers)
         bill.add("device", "resident layers", hot * unit, f"{hot} layers x {unit / 1e6:,.0f} MB")
@@ -325,8 +327,8 @@ def _update(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
 UPDATE_FORMULA = "float32 copies of weight and gradient, 16M elements at a time"
 
 
-def _update_workspace(card: ModelCard) -> float:
-    return 8.0 * min(card.largest_tensor, 2**24)
+def _update_workspace(card: ModelCard, element_bytes: float = 8.0) -> float:
+    return element_bytes * min(card.largest_tensor, 2**24)
 
 
 def _state(bill: Bill, request: PlanRequest, sizes: Sizes, name: str) -> None:
@@ -374,12 +376,25 @@ def _activations(bill: Bill, request: PlanRequest, sizes: Sizes) -> None:
     terms: list[tuple[str, float, str]] = []
     if train.recompute or train.layer_major:
         _boundaries(bill, request, sizes, terms)
+        update_bytes = 8.0 if bill.on_cpu else DEVICE_UPDATE_BYTES
+        if train.layer_major and not bill.on_cpu:
+            slopes = 0.0 if train.boundary == "host" else sizes.rank_tokens / request.choices.batch.minibatches * h * 4
+            head = max(card.head, card.embedding)
+            rows = head if sizes.shards > 1 else min(head, card.largest_block)
+            kept = sizes.shards == 1 and head <= card.largest_block  # then its gradient has a term of its own
+            beside = slopes + rows * (b if kept else b + 4) - (0 if kept else card.gathered_block(train.expert_parallel) * 4)
+            logits = max(logits + beside, 0.0)
+            said = f"{said}, {beside / 1e9:+,.2f} GB: gradients by rows and hidden states instead of a layer's"
         inside, how = (
             tokens * (largest + working),
             f"{tokens:,.0f} tokens x {largest + working:,.0f} B kept and worked on in one layer",
         )
         # Logits are gone when the last layer is worked on; layer by layer, its activations are when it is updated.
-        ways = [(inside, how), (logits, said), *([(_update_workspace(card), UPDATE_FORMULA)] if train.layer_major else [])]
+        ways = [
+            (inside, how),
+            (logits, said),
+            *([(_update_workspace(card, update_bytes), UPDATE_FORMULA)] if train.layer_major else []),
+        ]
         terms.append(("activations of one layer, or logits", *max(ways)))
     else:
         how = f"{tokens:,.0f} tokens x ({every:,.0f} B kept over all layers + {working:,.0f} B worked on in one)"
@@ -405,6 +420,8 @@ def _boundaries(bill: Bill, request: PlanRequest, sizes: Sizes, terms: list[tupl
         terms.append(("activations in flight", 2 * sizes.micro_tokens * h * b, "two boundaries of one micro-batch"))
     else:
         terms.append(("activations between layers", size, formula))
+        if train.layer_major and not bill.on_cpu:
+            terms.append(("hidden states scored, and their gradient", 2 * held * h * b, f"2 x {held:,.0f} tokens x h x {b} B"))
 
 
 def _spared(request: PlanRequest, sizes: Sizes, activations: float, one_layer: float) -> float:

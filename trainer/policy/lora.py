@@ -56,7 +56,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a property by its old name
         torch.manual_seed(derive_seed(seed, "lora"))
         adapted = get_peft_model(model, config)

@@ -19,7 +19,7 @@ from trainer.config.load import Tree
 from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json, write_json
 from trainer.metrics import RunWriter
-from trainer.processes import die_with_parent
+from trainer.processes import die_with_parent, fit_malloc
 
 if TYPE_CHECKING:
     from trainer.schedule.sampling import SamplerLoop
@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> int:
             die_with_parent(lambda: os.getppid() == assignment.parent_pid)
         writer = RunWriter(assignment.directory)
         writer.heartbeat(STARTING)
+        fit_malloc(Path(assignment.base))
         from trainer.schedule.sampling import build
 
         loop = build(assignment, validate(assignment.config), writer)

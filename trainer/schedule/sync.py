@@ -299,6 +299,7 @@ def costs(samples: Sequence[Sample], clock: Clock) -> dict[str, float]:
         "memory/rss_peak_bytes": clock.highest,
         **{f"memory/{phase}_peak_bytes": value for phase, value in clock.peaks.items() if phase in ("sample", "learn")},
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        metrics["memory/device_reserved_bytes"] = float(torch.cuda.max_memory_reserved())
     return metrics

@@ -1,11 +1,12 @@
 """Run by torchrun from test_sharded.py: a few sharded steps; rank 0 writes what came out.
 
-sharded_run.py OUT KIND DTYPE RULE CLIPPING [START]
+sharded_run.py OUT KIND DTYPE RULE CLIPPING [START [gloo | nccl | cuda-gloo]]
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -51,13 +52,17 @@ def pieces(engine: ShardedEngine) -> dict[str, torch.Tensor]:
     return {name: engine.source.piece(name)[1].clone() for name in engine.residency.anatomy.units}
 
 
-def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str = "") -> None:
+def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str = "", how: str = "gloo") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device = "cpu" if how == "gloo" else "cuda"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.init()
+    dist.init_process_group({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "cuda-gloo": "cpu:gloo,cuda:gloo"}[how])
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     residency = streamed(
-        make_model(kind, getattr(torch, dtype)),
-        lambda anatomy, units: ShardedSource(units, mesh, None),
+        make_model(kind, getattr(torch, dtype)).to(device),
+        lambda anatomy, units: ShardedSource(((name, flat.to(device)) for name, flat in units), mesh, None),
         block_elements=10**9,
     )
     config = Optimizer(kind="stateless", rule=rule, learning_rate=1e-3, clipping=clipping, max_grad_norm=0.05)
@@ -65,12 +70,12 @@ def main(out: Path, kind: str, dtype: str, rule: Any, clipping: Any, start: str 
     if start:
         saved = torch.load(start, weights_only=False)
         engine.load(saved["weights"], {}, saved["facts"])
-    terms = [Term(work, partial(loss_of, index)) for index, work in enumerate(make_works(3))]
+    terms = [Term(work, partial(loss_of, index)) for index, work in enumerate(make_works(3, device=device))]
     outcomes = [engine.step(terms, 1e-3, number) for number in range(3)]
     skipped = {layer: skipped_by(engine, terms, layer) for layer in LAYERS if layer != "head" or not residency.anatomy.tied}
     model = residency.anatomy.model
     with torch.no_grad():
-        logits = model(input_ids=make_works()[0].input_ids_BS, use_cache=False).logits
+        logits = model(input_ids=make_works(device=device)[0].input_ids_BS, use_cache=False).logits.cpu()
     facts = {
         "losses": [outcome.loss for outcome in outcomes],
         "norms": [outcome.norm for outcome in outcomes],

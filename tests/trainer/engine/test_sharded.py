@@ -26,7 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def run(ranks: int, out: Path, *arguments: str) -> dict[str, Any]:
     script = Path(__file__).with_name("sharded_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = torch.load(out, weights_only=False)

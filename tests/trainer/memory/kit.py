@@ -77,7 +77,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     return model.eval()
 
 
-def make_works(count: int = 3, seed: int = 1, entropy: bool = False) -> list[Work]:
+def make_works(count: int = 3, seed: int = 1, entropy: bool = False, device: torch.device | str = "cpu") -> list[Work]:
     """Works of different sizes with some positions each."""
     generator = torch.Generator().manual_seed(seed)
     works = []
@@ -86,12 +86,12 @@ def make_works(count: int = 3, seed: int = 1, entropy: bool = False) -> list[Wor
         ids_BS = torch.randint(0, V, (rows, columns), generator=generator)
         where_T = torch.randperm(rows * columns, generator=generator)[: 5 + index].sort().values
         ids_TK = torch.randint(0, V, (len(where_T), 1), generator=generator)
-        works.append(Work(ids_BS, where_T, ids_TK, entropy))
+        works.append(Work(ids_BS.to(device), where_T.to(device), ids_TK.to(device), entropy))
     return works
 
 
 def loss_of(index: int, scores: TokenScores) -> torch.Tensor:
     """A loss whose gradient differs from token to token."""
-    weight_T = torch.linspace(0.5, 1.5, len(scores.logprobs_TK)) * (index + 1)
+    weight_T = torch.linspace(0.5, 1.5, len(scores.logprobs_TK), device=scores.logprobs_TK.device) * (index + 1)
     loss = -(weight_T.unsqueeze(1) * scores.logprobs_TK.exp()).sum()
     return loss if scores.entropy_T is None else loss - 0.1 * (weight_T * scores.entropy_T).sum()

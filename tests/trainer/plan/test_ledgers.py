@@ -164,7 +164,9 @@ def test_a_layer_is_updated_when_its_activations_are_gone() -> None:
             "completion_tokens": 1,
         },
     )
-    assert device(short, "activations of one layer, or logits") == 8 * min(short.request.card.largest_tensor, 2**24)
+    card = short.request.card
+    update, head = 20 * min(card.largest_tensor, 2**24), 2 * card.largest_block
+    assert device(short, "activations of one layer, or logits") == pytest.approx(max(update, head), rel=0.01)
 
 
 def with_hardware(one: Plan, **changes: object) -> Plan:
@@ -194,6 +196,19 @@ def test_an_update_costs_what_it_reads_and_writes() -> None:
     rate = one.request.hardware.device.hbm_bytes_per_second
     assert one.work.update_seconds == pytest.approx(32 * 4 * one.request.card.parameters / rate)
     assert plan(train={"rule": "adamw", "optimizer_offload": "host"}).work.update_seconds == 0
+
+
+def test_masters_are_written_and_read_beside_the_weights() -> None:
+    one, whole = plan(train={"rule": "adamw"}), plan(train={"rule": "adamw", "dtype": "float32"})
+    assert one.sizes.master
+    assert not whole.sizes.master
+    updates = one.request.choices.batch.passes * one.request.choices.batch.minibatches
+    visits = one.sizes.num_micro * one.request.choices.batch.passes
+    assert visits > updates
+    each = 4 * one.request.card.parameters / one.request.hardware.device.hbm_bytes_per_second
+    assert whole.work.update_seconds == pytest.approx(7 * updates * each)
+    extra = 3 * updates + 4.5 * (visits - updates)
+    assert one.work.update_seconds == pytest.approx((7 * updates + extra) * each)
 
 
 def test_a_cpu_computes_each_type_at_its_own_rate() -> None:
@@ -398,6 +413,16 @@ def test_a_lag_bound_past_50_is_flagged() -> None:
     said = flags(one)
     assert any("oscillate" in sentence for sentence in said)
     assert any("wait at every hand-over" in sentence for sentence in said)
+
+
+def test_memory_that_malloc_was_told_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    here = load_hardware("cpu-server").model_copy(update={"name": "local"})
+    one = make_plan(make_request("x", load_card("qwen3-0.6b"), here, validate_as(Choices, {"batch": SMALL_BATCH})))
+    assert not any("malloc" in sentence for sentence in flags(one))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert any("MALLOC_TRIM_THRESHOLD_ is set" in sentence for sentence in flags(one))
 
 
 def test_sizes_as_people_say_them() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.files import write_json, write_text
 from trainer.plan import probe
@@ -62,3 +64,21 @@ def test_a_gpu_that_nothing_describes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found is not None
     assert (found.device.kind, found.device.memory_bytes) == ("cuda", 85.5e9)
     assert found.device.training_flops > 3e14  # the library's
+
+
+def test_a_block_in_bfloat16_is_measured_beside_one_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def block(dtype: object) -> Callable[[], None]:
+        return lambda: done.append(dtype)
+
+    monkeypatch.setattr(probe, "_block", block)
+    taken = iter([3.0, 1.0, 1.5, 2.0] + [9.0] * 12)
+    monkeypatch.setattr(probe, "processor_seconds", lambda work: next(taken))
+    assert probe.bfloat16_speed() == 1.5, "the best of each"
+    assert len(set(done)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_block_that_is_measured_computes(dtype: torch.dtype) -> None:
+    probe._block(dtype, sequences=1, length=4, hidden=16, heads=2)()
