@@ -127,6 +127,27 @@ def test_a_killed_flow_takes_its_stage_with_it_after_a_checkpoint(tiny: Any, tmp
     assert checkpoint["stopped"]
 
 
+@pytest.mark.smoke
+def test_an_end_that_reaches_every_process_at_once_stops_after_a_checkpoint(tiny: Any, tmp_path: Path) -> None:
+    """As Slurm, systemd and `timeout` end a job: the process that stages are forked from hears it too."""
+    tiny.plan(seconds=0.2, steps=10_000)
+    program = tmp_path / "flow.py"
+    program.write_text(textwrap.dedent(FLOW))
+    flow = subprocess.Popen(
+        [sys.executable, str(program), str(tiny.root), "fork", *tiny.overrides], start_new_session=True, stderr=subprocess.PIPE
+    )
+    try:
+        tiny.wait_for_step(2)
+        os.killpg(flow.pid, signal.SIGTERM)
+        _, said = flow.communicate(timeout=120)
+    finally:
+        flow.kill()
+        flow.wait()
+    assert b"StopRequested: stopped by SIGTERM" in said
+    assert json.loads((tiny.workspace.run / "train" / "checkpoint.json").read_text())["stopped"]
+    assert read_json(tiny.workspace.run / "record.json")["status"] == "KILLED"
+
+
 def test_a_survivor_is_ended_and_a_stranger_with_its_pid_is_not(tmp_path: Path) -> None:
     lease = Lease(tmp_path / "lease")
     assert not lease.end_survivor(1)
