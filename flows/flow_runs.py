@@ -23,9 +23,24 @@ from tasks.workspace import state_directory
 from trainer.files import read_json, write_json
 
 PATIENCE_SECONDS = 5.0  # for a worker to say first that the process it had started crashed
+BUSY_SECONDS = 30.0  # for Prefect to be less busy
 START_SECONDS = 300.0  # from being scheduled again to the new process's first word
 MAX_RESUMES = 3  # of one flow run; a process that is killed again and again is a person's business
 GONE = "its process is gone"  # what a record says that was corrected (tasks/record.py)
+
+
+def request(method: str, url: str, body: Any = None) -> httpx.Response:
+    """Ask Prefect; again for a while when it says that it is too busy, as it does while its SQLite has another writer.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        answer = httpx.request(method, url, json=body, timeout=60)
+        if answer.status_code not in (429, 503) or time.monotonic() > deadline:
+            return answer
+        time.sleep(0.5)
 
 
 def directory() -> Path:
@@ -73,7 +88,7 @@ def settle(api: str, over: bool = False) -> dict[str, str]:
         mine = over and owner == me
         if not owner.is_here or not (mine or (not owner.is_alive and _long_gone(path, entry))):
             continue
-        answer = httpx.get(f"{api}/flow_runs/{path.stem}", timeout=30)
+        answer = request("GET", f"{api}/flow_runs/{path.stem}")
         if answer.status_code != 404:
             answer.raise_for_status()
             kind = answer.json()["state"]["type"]
@@ -108,7 +123,7 @@ def set_state(api: str, flow_run: str, state: dict[str, Any]) -> None:
     Raises:
         httpx.HTTPError.
     """
-    httpx.post(f"{api}/flow_runs/{flow_run}/set_state", json={"state": state, "force": True}, timeout=30).raise_for_status()
+    request("POST", f"{api}/flow_runs/{flow_run}/set_state", {"state": state, "force": True}).raise_for_status()
 
 
 def schedule_again(api: str, flow_run: str, message: str) -> None:

@@ -18,9 +18,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from flows.flow_runs import schedule_again
+from flows.flow_runs import request, schedule_again
 from flows.server import ServerError, settings
 from tasks.workspace import REPOSITORY, state_directory
 
@@ -38,7 +36,7 @@ class Api:
         self.url = url
 
     def ask(self, method: str, path: str, body: Any = None, absent_is_none: bool = False) -> Any:
-        answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=60)
+        answer = request(method, f"{self.url}/{path}", body)
         if absent_is_none and answer.status_code == 404:
             return None
         answer.raise_for_status()

@@ -29,7 +29,7 @@ from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root, own_store
 from tasks.workspace import REPOSITORY, server_database, state_directory, without_password
-from trainer.errors import BusyError, TitheError
+from trainer.errors import BusyError, TitheError, first_line
 from trainer.files import write_json
 
 HOST, WORKER = "127.0.0.1", "the worker"
@@ -150,6 +150,9 @@ def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None
             with stop:
                 _start(keeper, stop, prefect_port, mlflow_port, slots or device_slots())
                 _keep(keeper, stop, f"http://{HOST}:{prefect_port}/api")
+        except httpx.HTTPError as error:
+            log = state_directory() / "prefect" / "server.log"
+            raise ServerError(f"Prefect does not answer as it should ({first_line(error)}); see {log}") from error
         finally:
             addresses_file().unlink(missing_ok=True)
             keeper.stop()

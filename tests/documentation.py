@@ -177,7 +177,9 @@ def copy_repository(target: Path) -> None:
 
 def words_of(command: str, kind: str, place: Path) -> list[str]:
     """Return the words to run: a glob resolved, a campaign made small, make only asked."""
-    words = [match for word in shlex.split(command) for match in (sorted(glob.glob(word, root_dir=place)) or [word])]
+    words = [
+        match for word in shlex.split(command, comments=True) for match in (sorted(glob.glob(word, root_dir=place)) or [word])
+    ]
     if words[0] == "make":
         return ["make", "-n", *words[1:]]
     if kind == "tiny" and Path(words[0]).name == "tithe" and words[1] != "replay":

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 from PIL import Image
 
+from flows.pool import Api
 from flows.server import free_port
 from tasks.tracking import Sidecar
 from tasks.workspace import REPOSITORY
@@ -59,14 +59,12 @@ def up(prefect_port: int, mlflow_port: int) -> Iterator[None]:
 
 def start_campaign(prefect: str) -> str:
     """Start a campaign as the form does, wait for its end and return its flow run."""
-    deployment = httpx.get(f"{prefect}/api/deployments/name/campaign/tithe", timeout=60).json()
+    api = Api(f"{prefect}/api")
+    deployment = api.ask("GET", "deployments/name/campaign/tithe")["id"]
     parameters = {"recipe": "params.yaml", "overrides": list(SMALL)}
-    asked = httpx.post(
-        f"{prefect}/api/deployments/{deployment['id']}/create_flow_run", json={"parameters": parameters}, timeout=60
-    )
-    flow_run = str(asked.json()["id"])
+    flow_run = str(api.ask("POST", f"deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"])
     deadline = time.monotonic() + LIMIT_SECONDS
-    while (state := httpx.get(f"{prefect}/api/flow_runs/{flow_run}", timeout=60).json()["state"])["type"] != "COMPLETED":
+    while (state := api.ask("GET", f"flow_runs/{flow_run}")["state"])["type"] != "COMPLETED":
         assert state["type"] in ("SCHEDULED", "PENDING", "RUNNING"), state
         assert time.monotonic() < deadline, state
         time.sleep(1.0)
@@ -104,8 +102,8 @@ def show_mlflow(browser: Browser, mlflow: str, sweep: Path) -> None:
 
 def show_prefect(browser: Browser, prefect: str, flow_run: str) -> None:
     """The form that starts a campaign, and the flow run of one."""
-    deployment = httpx.get(f"{prefect}/api/deployments/name/campaign/tithe", timeout=60).json()
-    browser.open(f"{prefect}/v2/deployments/deployment/{deployment['id']}/run")
+    deployment = Api(f"{prefect}/api").ask("GET", "deployments/name/campaign/tithe")["id"]
+    browser.open(f"{prefect}/v2/deployments/deployment/{deployment}/run")
     browser.wait_for_text("overrides (Optional)")
     keep(browser, "prefect-form", 720)
     browser.open(f"{prefect}/v2/runs/flow-run/{flow_run}")

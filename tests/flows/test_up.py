@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import psutil
 import psycopg
 import pytest
 
+from flows.pool import Api
 from flows.server import addresses, answers, find_server, free_port, settings
 from flows.up import check_port
 from tasks.locks import Owner
@@ -30,10 +33,36 @@ def test_a_port_in_use_is_named_with_the_option_that_chooses_another() -> None:
             check_port(port, "--mlflow-port")
 
 
-def up(prefect_port: int, mlflow_port: int) -> subprocess.Popen[str]:
+def test_prefect_that_is_busy_for_a_moment_is_asked_again() -> None:
+    left = [503, 429, 200]
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(left.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            assert Api(f"http://127.0.0.1:{server.server_port}").ask("GET", "health") is None
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert not left
+
+
+def up(prefect_port: int, mlflow_port: int, **environment: str) -> subprocess.Popen[str]:
     ports = ["--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "up", *ports], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "flows.cli", "up", *ports],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -131,15 +160,14 @@ def test_a_server_that_does_not_heed_the_end_of_its_parent_is_killed(eventually:
 @pytest.mark.smoke
 def test_history_in_postgresql(tiny: Any, tmp_path: Path, postgresql_url: str) -> None:
     environment = {"TITHE_STATE": str(tmp_path / "state"), "TITHE_DATABASE": postgresql_url}
-    for _ in range(2):  # what is made is not made again
-        made = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "initialise"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert made.returncode == 0, made.stderr
+    made = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "initialise"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
     done = tiny.run(**environment)
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stdout.splitlines() if line.startswith("warning")]
@@ -149,6 +177,22 @@ def test_history_in_postgresql(tiny: Any, tmp_path: Path, postgresql_url: str) -
     with psycopg.connect(f"{postgresql_url}_mlflow") as database:
         runs = database.execute("SELECT name, status FROM runs").fetchall()
     assert dict(runs) == dict.fromkeys([tiny.workspace.run_id, "prepare", "train", "evaluate", "report"], "FINISHED")
+    prefect_port, mlflow_port = free_port(), free_port()
+    process = up(prefect_port, mlflow_port, **environment)  # what is made is not made again
+    try:
+        read_until(process, "Ctrl-C")
+        body = {"flow_runs": {"name": {"any_": [tiny.workspace.run_id]}}}
+        shown = httpx.post(f"http://127.0.0.1:{prefect_port}/api/flow_runs/filter", json=body, timeout=60).json()
+        assert [run["state"]["name"] for run in shown] == ["Completed"]
+        api = f"http://127.0.0.1:{mlflow_port}/api/2.0/mlflow"
+        named = httpx.get(f"{api}/experiments/get-by-name", params={"experiment_name": "tiny"}, timeout=60).json()
+        wanted = {"experiment_ids": [named["experiment"]["experiment_id"]]}
+        found = httpx.post(f"{api}/runs/search", json=wanted, timeout=60).json()["runs"]
+        assert len(found) == 5
+    finally:
+        os.kill(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, rest
     assert not list((tmp_path / "state").rglob("*.db"))
 
 

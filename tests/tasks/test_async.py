@@ -28,7 +28,7 @@ from tasks.workspace import REPOSITORY, Workspace
 from trainer.anchors.store import build_anchors
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
-from trainer.errors import MismatchError, StopRequested
+from trainer.errors import BusyError, CheckpointError, MismatchError, ResourceError, StalledError, StopRequested
 from trainer.experience.database import Database
 from trainer.experience.pool import Pool, Step
 from trainer.files import sha256_file, write_json
@@ -116,16 +116,20 @@ class Trial:
     def start(self) -> subprocess.Popen[bytes]:
         write_json(self.root / "config.json", as_tree(self.config))
         arguments = ["train", "--workspace", str(self.root), "--config", str(self.root / "config.json"), "--no-tracking"]
-        environment = {**os.environ, **self.environment, "PYTHONPATH": str(REPOSITORY)}
+        path = os.pathsep.join(filter(None, [self.environment.get("TEST_PYTHONPATH"), str(REPOSITORY)]))
+        environment = {**os.environ, **self.environment, "PYTHONPATH": path}
         with open(self.root / "log", "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tasks", *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log
             )
         return self.process
 
+    def log(self) -> str:
+        return (self.root / "log").read_text()
+
     def finish(self) -> None:
         assert self.process is not None
-        assert self.process.wait(600) == 0, (self.root / "log").read_text()
+        assert self.process.wait(600) == 0, self.log()
 
     def pool(self) -> Pool:
         prompts = {prompt.id: prompt for prompt in read_prompts(self.root / "artifacts" / "prompts", "train")}
@@ -389,6 +393,92 @@ def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., 
     trial.finish()
     trial.check_log()
     assert replay_run(trial.workspace.run)["identical"]
+
+
+def test_a_pool_that_is_removed_under_a_run_ends_it_by_name_and_nothing_is_used_twice(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    process, file = trial.start(), trial.run / "experience.db"
+    with trial.held_at_step(6):  # past the checkpoint of step 5
+        for path in trial.run.glob("experience.db*"):
+            path.rename(trial.root / path.name)
+    assert process.wait(600) == StalledError.exit_code, trial.log()
+    assert "was removed or replaced while the run used it" in trial.log()
+    assert not file.exists()
+    trial.start()
+    assert trial.process is not None
+    assert trial.process.wait(600) == CheckpointError.exit_code, trial.log()
+    assert "the pool was removed or replaced, and samples would be used twice" in trial.log()
+    for path in trial.run.glob("experience.db*"):
+        path.unlink()
+    for path in trial.root.glob("experience.db*"):
+        path.rename(trial.run / path.name)
+    trial.start()
+    trial.finish()
+    trial.check_log()
+
+
+@pytest.mark.parametrize("full", ["pool", "run"])
+def test_a_full_disk_ends_a_run_by_name_and_space_lets_it_go_on(
+    make_trial: Callable[..., Trial], tmp_path: Path, full: str
+) -> None:
+    """Under the pool alone, or under everything that the run writes: checkpoints, policies, metrics."""
+    small = tmp_path / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(small)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs more rights than these")
+    try:
+        trial = make_trial({"train": {"pool": {"url": f"sqlite:///{small}/experience.db"}}} if full == "pool" else None)
+        if full == "run":
+            (small / "runs").mkdir()
+            trial.workspace.run.parent.mkdir(parents=True, exist_ok=True)
+            trial.workspace.run.symlink_to(small / "runs")
+        process = trial.start()
+        with trial.held_at_step(3):
+            fill_up(small / "ballast")
+        assert process.wait(600) == ResourceError.exit_code, trial.log()
+        assert "no space left on the disk" in trial.log()
+        assert "Traceback" not in trial.log()
+        (small / "ballast").unlink()
+        trial.start()
+        trial.finish()
+        trial.check_log()
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    """Write a file until the disk is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_second_learner_on_a_pool_is_refused_by_name(make_trial: Callable[..., Trial], tmp_path: Path) -> None:
+    shared = {"train": {"pool": {"url": f"sqlite:///{tmp_path}/shared.db"}}}
+    trial, other = make_trial(shared), make_trial(shared)
+    first = trial.start()
+    with trial.held_at_step(2):  # so it holds no lock
+        os.kill(first.pid, signal.SIGSTOP)
+    second = other.start()
+    assert second.wait(600) == BusyError.exit_code, other.log()
+    assert f"has a learner already: process {first.pid} on" in other.log()
+    os.kill(first.pid, signal.SIGCONT)
+    trial.finish()
+    trial.check_log()
+
+
+def test_a_clock_that_jumps_loses_nothing(make_trial: Callable[..., Trial], tmp_path: Path) -> None:
+    """Leases are by the wall clock: a day ahead ends them all, a day back keeps them for long; samples still count once."""
+    trial, clock = make_trial(), tmp_path / "clock"
+    trial.environment = {"TEST_CLOCK": str(clock), "TEST_PYTHONPATH": str(REPOSITORY / "tests" / "flows" / "clock")}
+    trial.start()
+    for step, seconds in ((3, "86400"), (6, "-86400"), (9, "0")):
+        with trial.held_at_step(step):
+            clock.write_text(seconds)
+    trial.finish()
+    trial.check_log()
+    assert not trial.events("restart")
 
 
 def test_a_run_that_ended_well_is_trained_anew_with_an_empty_pool(make_trial: Callable[..., Trial]) -> None:

@@ -260,3 +260,16 @@ def test_a_configuration_file_that_is_not_there_is_a_mistake(handlers: None, cap
 def test_an_unknown_stage_is_a_mistake_of_the_user(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["prepair", "--config", str(PARAMS)]) == 2
     assert "did you mean 'prepare'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    command.limit_threads(load_config(REPOSITORY / "params.yaml", ["machine.threads=3"]))
+    assert (environment["OMP_NUM_THREADS"], environment.get("GOMP_SPINCOUNT")) == ("3", spins)

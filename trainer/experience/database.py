@@ -7,6 +7,9 @@ deferred and are short, so that the write-ahead log can shrink.
 A process that is frozen inside a transaction keeps its lock. Waiters therefore look up once a second (`waiting`), so that the
 watchdog among them can end it, and wait for longer than the watchdog's deadline. A PostgreSQL server ends such a session itself.
 
+A file that is removed or replaced under a run would leave some processes in the old one and give others a new one: every
+transaction looks first whether its file is still in place. A full disk is named.
+
 A PostgreSQL database can serve many runs: each has a schema of its own.
 """
 
@@ -26,7 +29,7 @@ from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.orm import Session, sessionmaker
 
-from trainer.errors import ConfigError, StalledError
+from trainer.errors import ConfigError, ResourceError, StalledError
 
 T = TypeVar("T")
 READ = "tithe_read"
@@ -37,6 +40,7 @@ _LOST = re.compile(r"closed|terminat|connect|server|broken pipe|timeout|consumin
 
 _PAUSE_SECONDS = 0.05
 _MET = ("40001", "40P01", "23505", "42P07", "55P03")  # PostgreSQL: transactions met, or a lock did not come in time
+_FULL = "53100"  # PostgreSQL: its disk is full
 _ENDED = ("25P03", "57P01", "57P02", "57P03", "53300")  # the session was ended, the server starts or has no room
 
 
@@ -71,6 +75,7 @@ class Database:
         self.lost, self.waiting = lost or (lambda _: None), waiting or (lambda _: None)
         self.patience_seconds = 2 * deadline_seconds + _PATIENCE_SECONDS  # with a lock
         self._spent: dict[int, float] = {}  # seconds by thread
+        self._inode: int | None = None  # of an SQLite file, once it is open
         self.schema = "tithe_" + hashlib.sha256(key.encode()).hexdigest()[:16]
         self.engine = self._connect_postgresql() if is_postgresql(url) else self._connect_sqlite()
         self._writer = sessionmaker(self.engine, expire_on_commit=False)
@@ -96,6 +101,7 @@ class Database:
         @event.listens_for(engine, "connect")
         def configure(connection: Any, record: Any) -> None:
             connection.isolation_level = None  # no transaction behind our back
+            self._inode = self._inode or os.stat(file).st_ino
             cursor = connection.cursor()
             cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
             cursor.execute("PRAGMA journal_mode = WAL")
@@ -142,6 +148,7 @@ class Database:
         began = time.monotonic()
         pause, limit = _PAUSE_SECONDS, self.deadline_seconds
         while True:
+            self.check_in_place()
             try:
                 with sessions.begin() as session:
                     result = work(session)
@@ -150,6 +157,8 @@ class Database:
                 return result
             except DBAPIError as error:
                 trouble = _trouble(error)
+                if trouble == "full":
+                    raise self._no_space() from error
                 if trouble is None:
                     raise
                 reason = str(error.orig).strip().partition("\n")[0] or type(error.orig).__name__
@@ -166,6 +175,27 @@ class Database:
             self.waiting(reason)
             time.sleep(pause)
             pause = min(pause * 2, 2.0)
+
+    def check_in_place(self) -> None:
+        """See that an SQLite file is the one that was opened.
+
+        Raises:
+            StalledError: it was removed, or another one lies there.
+        """
+        file = Path(make_url(self.url).database or "")
+        if self._inode is None or (file.exists() and file.stat().st_ino == self._inode):
+            return
+        raise StalledError(
+            f"the experience pool ({self.where})",
+            "was removed or replaced while the run used it",
+            "put the file back and run the same command again, or remove the run directory to begin anew",
+        )
+
+    def _no_space(self) -> ResourceError:
+        return ResourceError(
+            f"the experience pool ({self.where}): no space left on the disk; nothing written before is lost. Free space, then "
+            "run the same command again"
+        )
 
     def _held_by(self) -> str:
         """Return who writes into an SQLite file now, as the end of a sentence; nothing where the system does not say it."""
@@ -186,12 +216,17 @@ class Database:
         """Put everything on the disk (SQLite: and shrink the write-ahead log, unless somebody holds it)."""
         if is_postgresql(self.url):
             return
+        self.check_in_place()
         connection = self.engine.raw_connection()
         try:
             cursor = connection.cursor()
             cursor.execute("PRAGMA busy_timeout = 0")
             busy = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+                raise self._no_space() from error
+            raise
         finally:
             connection.close()
         log = Path(f"{make_url(self.url).database}-wal")
@@ -206,6 +241,7 @@ class Database:
             self.write(lambda session: session.execute(text(f"CREATE SCHEMA IF NOT EXISTS {self.schema}")))
             return
         self.engine.dispose()
+        self._inode = None
         file = Path(make_url(self.url).database or "")
         for path in (file, file.with_name(file.name + "-wal"), file.with_name(file.name + "-shm")):
             path.unlink(missing_ok=True)
@@ -214,11 +250,13 @@ class Database:
         self.engine.dispose()
 
 
-def _trouble(error: DBAPIError) -> Literal["locked", "lost"] | None:
-    """Say why a transaction did not happen, where another attempt may heal it."""
-    if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+def _trouble(error: DBAPIError) -> Literal["locked", "lost", "full"] | None:
+    """Say why a transaction did not happen: where another attempt may heal it, or the disk is full."""
+    code, state = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF, getattr(error.orig, "sqlstate", None) or ""
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return "locked"
-    state = getattr(error.orig, "sqlstate", None) or ""
+    if code == sqlite3.SQLITE_FULL or state == _FULL:
+        return "full"
     if state in _MET:
         return "locked"
     return "lost" if error.connection_invalidated or state in _ENDED or _LOST.search(str(error.orig)) else None

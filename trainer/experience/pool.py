@@ -366,6 +366,10 @@ class Pool:
 
         return self.database.read(read)
 
+    def last_step(self) -> int:
+        """Return the last step of the consumption log; 0 where it is empty."""
+        return self.database.read(lambda session: session.scalar(select(func.max(StepRow.step))) or 0)
+
     def num_ready(self, stage: int) -> int:
         """Return how many groups of an RL stage wait to be claimed; takes no lock."""
         return self.database.read(lambda session: _count(session, GroupRow.state == READY, GroupRow.stage == stage))
@@ -445,21 +449,45 @@ class Pool:
         session.flush()
         return len(rows)
 
+    def enlist(self, kind: str, lives: Callable[[Worker], bool]) -> None:
+        """Give the first sign of life under a name that nobody else may have.
+
+        Args:
+            kind: of worker.
+            lives: whether the process that had the name before is still there.
+
+        Raises:
+            BusyError: it is.
+        """
+
+        def write(session: Session) -> Worker | None:
+            row, now = session.get(WorkerRow, self.worker), self._now(session)
+            if row is not None and (row.host, row.pid) != (socket.gethostname(), os.getpid()) and lives(_worker(row, now)):
+                return _worker(row, now)
+            self._beat(session, kind, "starting", 0, {})
+            return None
+
+        other = self._write(write)
+        if other is not None:
+            raise BusyError(
+                f"{self.database.where} has a {self.worker} already: process {other.pid} on {other.host}, {other.doing}, seen "
+                f"{other.age_seconds:.0f} s ago. A pool has one {self.worker}: stop it, or name another pool in train.pool.url"
+            )
+
     def beat(self, kind: str, doing: str, version: int, **facts: Any) -> None:
         """Say that this worker lives and what it does."""
+        self._write(lambda session: self._beat(session, kind, doing, version, facts))
 
-        def write(session: Session) -> None:
-            now = self._now(session)
-            row = session.get(WorkerRow, self.worker)
-            if row is None or row.pid != os.getpid():
-                if row is not None:
-                    session.delete(row)
-                    session.flush()
-                row = WorkerRow(id=self.worker, kind=kind, host=socket.gethostname(), pid=os.getpid(), started_at=now)
-                session.add(row)
-            row.doing, row.version, row.beat_at, row.facts = doing, version, now, facts
-
-        self._write(write)
+    def _beat(self, session: Session, kind: str, doing: str, version: int, facts: dict[str, Any]) -> None:
+        now = self._now(session)
+        row = session.get(WorkerRow, self.worker)
+        if row is None or row.pid != os.getpid():
+            if row is not None:
+                session.delete(row)
+                session.flush()
+            row = WorkerRow(id=self.worker, kind=kind, host=socket.gethostname(), pid=os.getpid(), started_at=now)
+            session.add(row)
+        row.doing, row.version, row.beat_at, row.facts = doing, version, now, facts
 
     def workers(self) -> list[Worker]:
         """Return everybody who ever gave a sign of life and was not forgotten."""
@@ -467,7 +495,7 @@ class Pool:
         def read(session: Session) -> list[Worker]:
             now = self._now(session)
             rows = session.scalars(select(WorkerRow).order_by(WorkerRow.id))
-            return [Worker(r.id, r.kind, r.host, r.pid, r.doing, r.version, now - r.beat_at, r.beat_at, r.facts) for r in rows]
+            return [_worker(row, now) for row in rows]
 
         return self.database.read(read)
 
@@ -540,6 +568,10 @@ class Pool:
 
     def _drop(self, cause: Cause, group_id: int, num_samples: int, now: float, owner: str | None = None) -> DropRow:
         return DropRow(cause=cause, group_id=group_id, num_samples=num_samples, owner=owner or self.worker, at=now)
+
+
+def _worker(row: WorkerRow, now: float) -> Worker:
+    return Worker(row.id, row.kind, row.host, row.pid, row.doing, row.version, now - row.beat_at, row.beat_at, row.facts)
 
 
 def _count(session: Session, *where: ColumnElement[bool]) -> int:

@@ -450,8 +450,8 @@ def base_model(config: CampaignConfig) -> str | dict[str, Any]:
     raise ConfigError(
         "base.source",
         base.source,
-        f"its config.json is not on this machine, so it cannot be planned; {nearest(short, known_models())} "
-        "Give the model: tithe plan --model DIRECTORY, or a known name",
+        "its config.json is not on this machine, so it cannot be planned; put the model there, or give its shape to the plan: "
+        f"--model DIRECTORY, or a known name ({nearest(short, known_models())})",
     )
 
 

@@ -16,21 +16,24 @@ used twice, and versions that samplers hold stay what they were.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from trainer.config import CampaignConfig, as_tree
-from trainer.errors import CheckpointError, StalledError
+from trainer.errors import CheckpointError, ResourceError, StalledError, TitheError
 from trainer.experience.database import Database
-from trainer.experience.pool import Claim, Pool
+from trainer.experience.pool import Claim, Pool, Worker
 from trainer.learn.learner import StepStats
 from trainer.metrics import RunWriter
 from trainer.policy.forward import completion_logprobs
@@ -132,6 +135,7 @@ class AsyncSchedule(SyncSchedule):
             MismatchError: a sampler does not give the learner's log-probs. Else as SyncSchedule.run.
         """
         self._thread = threading.get_ident()
+        self.pool.enlist("learner", self._lives)
         threads = self._share_threads()
         self.pool.release_learner()
         beats = threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True)
@@ -144,10 +148,25 @@ class AsyncSchedule(SyncSchedule):
             self.pool.database.checkpoint()
             self.writer.heartbeat("trained", self.total, self.total)
         finally:
-            self._stop_sampling()
-            self._ended.set()
-            beats.join()
-            self.pool.close()
+            try:
+                self._stop_sampling()
+            finally:
+                self._ended.set()
+                beats.join()
+                with suppress(TitheError):  # what ends the run is said already
+                    self.pool.forget_worker(LEARNER)
+                self.pool.close()
+
+    def _lives(self, other: Worker) -> bool:
+        """Whether an earlier learner may still be at work; of another machine's only its silence is known."""
+        if other.host != socket.gethostname():
+            return other.age_seconds < self.train.watchdog.deadline_seconds
+        try:
+            process = psutil.Process(other.pid)
+            is_other = process.create_time() > other.beat_at + 60  # the number was given to a new process
+            return process.status() != psutil.STATUS_ZOMBIE and not is_other
+        except psutil.NoSuchProcess:
+            return False
 
     def _run_from(self, done: int, threads: int) -> None:
         self._make_probe()
@@ -295,7 +314,7 @@ class AsyncSchedule(SyncSchedule):
                 self.pool.beat("learner", self.doing, self.crew.learner.version)
                 for pool in self.pools:
                     pool.renew()
-            except StalledError:
+            except (StalledError, ResourceError):
                 return  # the main thread meets the same, and says it
             self._ended.wait(every)
 
@@ -365,6 +384,13 @@ class AsyncSchedule(SyncSchedule):
         """Go on from the newest whole checkpoint and the consumption log after it; return the last step that was used."""
         done = super()._resume()
         logged = self.pool.steps(after=done)
+        known = self.pool.last_step()
+        if known < done:
+            raise CheckpointError(
+                f"{self.place.directory}: its newest checkpoint is of step {done}, the consumption log of "
+                f"{self.pool.database.where} ends at step {known}: the pool was removed or replaced, and samples would be used "
+                f"twice. Put it back, or remove {self.place.directory} to begin anew"
+            )
         if logged:
             self.writer.event(
                 "resume", f"learning the {len(logged)} steps of the consumption log after step {done} again", step=done

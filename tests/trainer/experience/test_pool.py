@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -206,6 +207,35 @@ def test_another_runs_pool_is_refused(open_pool: Open) -> None:
     open_pool("learner", owner="a" * 64)
     with pytest.raises(BusyError, match="another run"):
         open_pool("learner", owner="b" * 64)
+
+
+def test_a_name_that_a_living_process_has_is_refused(open_pool: Open) -> None:
+    first = open_pool("learner")
+    first.enlist("learner", lambda other: True)  # nobody had it, or this process
+    first.enlist("learner", lambda other: False)
+    with first.database.engine.begin() as connection:
+        connection.execute(text("UPDATE workers SET pid = pid + 1, doing = 'learning'"))
+    with pytest.raises(BusyError, match=r"has a learner already: process \d+ on .*, learning, seen \d+ s ago"):
+        first.enlist("learner", lambda other: other.pid == os.getpid() + 1)
+    first.enlist("learner", lambda other: False)  # it is dead
+    assert [worker.pid for worker in first.workers()] == [os.getpid()]
+
+
+def test_a_file_that_is_removed_or_replaced_under_its_user_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "experience.db"
+    pool = Pool(Database(f"sqlite:///{file}", str(tmp_path), 5.0), "run", PROMPTS, "s0", 60.0)
+    fill(pool, 2)
+    file.rename(tmp_path / "away")
+    for act in (lambda: take(pool, 1), pool.workers, pool.database.checkpoint):
+        with pytest.raises(StalledError, match="was removed or replaced while the run used it"):
+            act()
+    assert not file.exists(), "no new one was made"
+    file.write_bytes(b"")
+    with pytest.raises(StalledError, match="was removed or replaced"):
+        pool.counts()
+    (tmp_path / "away").replace(file)
+    assert pool.counts()["ready"] == 2
+    pool.close()
 
 
 def test_facts_and_a_removed_pool(open_pool: Open) -> None:
