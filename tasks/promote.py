@@ -70,7 +70,9 @@ def artifact_of(workspace: Workspace, run: Path, name: str) -> Path:
     manifest = read_manifest(place)
     record = read_record(run / stage.name) if stage is not None else None
     if stage is None or manifest is None or record is None or record.artifact is None:
-        if stage is not None and workspace.is_current(stage):  # pulled, or made under another --run-dir, or before a stopped attempt
+        if stage is not None and workspace.is_current(
+            stage
+        ):  # pulled, or made under another --run-dir, or before a stopped attempt
             return place
         maker = stage.name if stage is not None else name
         raise DataError(str(place), f"run {run.name} has no {name} yet; `tithe resume` finishes it (stage {maker})")

@@ -151,9 +151,6 @@ OPTIONAL_STAGES: tuple[Stage, ...] = (
     ),
 )
 
-BY_NAME = {stage.name: stage for stage in STAGES}
-BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
-
 
 def optional_stages(config: CampaignConfig) -> tuple[Stage, ...]:
     """Return the optional stages that a configuration asks for; they come before all others, which may read what they write."""

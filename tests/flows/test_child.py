@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from flows.child import Child, Launcher, Lease, Limits, watch
+from flows.child import Child, Launcher, Lease, Limits, read_beat, watch
 from tasks.locks import Owner
 from tasks.tracking import PARENT_TRACKS
 from trainer.errors import BusyError
 from trainer.files import read_json, write_json
+from trainer.metrics import HEARTBEAT
 
 LONG = Limits(total_seconds=60, silence_seconds=60, grace_seconds=20)
 
@@ -77,8 +78,17 @@ def test_silence_ends_it(start: Any, tiny: Any) -> None:
 def test_the_total_time_ends_it_even_while_it_gives_signs_of_life(start: Any, tiny: Any) -> None:
     tiny.plan(seconds=0.05, steps=10_000)
     limits = Limits(total_seconds=2, silence_seconds=60, grace_seconds=20)
-    ending, code = watch(start(), tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
+    child = start()
+    tiny.wait_for_step(1)  # by then it heeds signals, however slow the machine is
+    ending, code = watch(child, tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
     assert (ending, code) == ("late", 75)
+
+
+def test_a_heartbeat_of_another_process_is_no_sign_of_life(tmp_path: Path) -> None:
+    assert read_beat(tmp_path, 7) is None
+    write_json(tmp_path / HEARTBEAT, {"pid": 8, "time": 1.0})
+    assert read_beat(tmp_path, 7) is None
+    assert read_beat(tmp_path, 8) == {"pid": 8, "time": 1.0}
 
 
 def test_an_interruption_of_the_watch_leaves_nothing_running(start: Any, tiny: Any) -> None:
