@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_the_next_commands_work_in_a_shell_without_the_environment(tmp_path: Pat
         program = shlex.split(line.removeprefix("next:"), comments=True)[0]
         assert shutil.which(program) is not None, line
     words = shlex.split(lines[1], comments=True)
-    overrides = [word for option, word in zip(words, words[1:], strict=False) if option == "-S"]
+    overrides = [word for option, word in pairwise(words) if option == "-S"]
     other = resolve_workspace(resolve_config(None, [*overrides, f"campaign.name={workspace.config.campaign.name}"]))
     assert other.run_id != workspace.run_id  # it trains something else, and not the same under another name
 
