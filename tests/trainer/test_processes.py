@@ -27,6 +27,7 @@ def test_the_collector_works_again_after_imports_also_after_failed_ones() -> Non
     assert gc.get_threshold() == before
 
 
+REPOSITORY = Path(__file__).parents[2]
 HOLES = """
 import sys
 from pathlib import Path
@@ -66,3 +67,10 @@ def test_freed_blocks_go_back_beside_a_model_unless_a_person_wants_them_kept(
 def test_a_wish_in_the_tunables_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
     assert not fit_malloc(tmp_path)
+
+
+def test_the_peak_is_this_process_own_and_not_its_parents() -> None:
+    held = bytearray(os.urandom(1) * 200_000_000)
+    code = "from trainer.processes import peak_memory_bytes; print(peak_memory_bytes())"
+    said = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert 1e6 < float(said) < 1e8 < len(held)
