@@ -85,7 +85,7 @@ format: $(VENV)/.installed  ## rewrite the files in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := plan sampler pool async sync rewards overhead sweep memory tiers rates anchors trl
+BENCHMARKS := plan sampler pool async recipe sync rewards overhead sweep memory tiers rates anchors trl
 bench: $(BENCHMARKS:%=bench-%)  ## every benchmark, one after the other (or one: make bench-sampler, ...); results in benchmarks/results/
 
 bench-%: setup

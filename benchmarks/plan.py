@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ from trainer.prompts import write_prompts
 from trainer.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"
+STARTED = "TITHE_BENCHMARK_STARTED"
+LIKE_A_STAGE = (
+    "import runpy; from trainer.processes import return_blocks; return_blocks(); "
+    "runpy.run_module('benchmarks.plan', run_name='__main__')"
+)
 VOCABULARY = 4096
 MODELS = {
     "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
@@ -201,6 +207,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", default="", help="run the cases whose name holds this")
     options = parser.parse_args()
+    if STARTED not in os.environ:  # a stage is told about malloc before it imports torch, and so is this
+        os.execve(sys.executable, [sys.executable, "-c", LIKE_A_STAGE, *sys.argv[1:]], {**os.environ, STARTED: "1"})
     report(options.steps, options.only)
 
 

@@ -100,9 +100,3 @@ class Console:
         for row in rows:
             table.add_row(*(str(value) for value in row.values()))
         self._out.print(table)
-
-
-def complain(error: BaseException) -> None:
-    """Print a failure, one line each, to standard error."""
-    for line in str(error).splitlines() or [type(error).__name__]:
-        print(f"error: {line}", file=sys.stderr)

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from flows import gate
 from flows.child import Child, Launcher, Lease, Limits, end, watch
-from tasks.artifacts import ArtifactsError, commit, prepare_workspace, restore
+from tasks.artifacts import commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
 from tasks.record import RECORD, Status, add_tags, config_hash, finish, read_record
@@ -272,10 +272,12 @@ class Session:
     def commit(self) -> None:
         """Tell DVC which artifacts are finished, and write their hashes down; a failure is said and costs nothing."""
         try:
-            hashes = commit(self.workspace)
-        except ArtifactsError as error:
+            self._note(commit(self.workspace))
+        except (TitheError, OSError) as error:  # DVC's, or a full disk's
             self.say(f"{error}. The artifacts are whole; `dvc commit -f` records them")
-            return
+
+    def _note(self, hashes: Mapping[str, str]) -> None:
+        """Write DVC's hashes into the records of campaign and stages."""
         if read_record(self.workspace.run) is None:
             return
         names = {stage.artifact: stage.name for stage in self.workspace.stages}

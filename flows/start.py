@@ -216,7 +216,7 @@ def next_commands(workspace: Workspace) -> list[str]:
     folder = "" if workspace.root == Path.cwd() else f"--cd {shlex.quote(_near(workspace.root))} "
     commands = {
         f"{tithe} up": "browse this run in Prefect and MLflow",
-        f"{tithe} run -S train.optimizer.learning_rate=2e-4 -S campaign.name=faster": "another campaign beside this one",
+        f"{tithe} run -S train.optimizer.learning_rate=3e-4 -S campaign.name=faster": "another campaign beside this one",
         f"{dvc} {folder}repro": "nothing to do now; after a change, only what depends on it",
     }
     width = max(map(len, commands))

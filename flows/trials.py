@@ -120,7 +120,7 @@ class Runner:
 
     def warm(self) -> None:
         """Begin to load what the trials' stages need, without waiting for it: beside the start of Prefect, too."""
-        limit_threads(self.sweep.config_of(self.sweep.trials[0]) if self.sweep.trials else self.sweep.config)
+        limit_threads(self.sweep.config_of())
         self._launcher.warm()
 
     def run(self, perform: Perform | None = None) -> None:
@@ -313,12 +313,9 @@ class Runner:
 
     def _sum_up(self, trial: Trial, outcome: Outcome) -> None:
         """Write the result beside what MLflow gets of the trial."""
-        try:
-            run = self.sweep.workspace(trial).run
-        except ConfigError:  # values that do not go together: it has no run
-            return
-        record = read_record(run)
-        if record is not None:
+        run = self.sweep.run_of(trial)
+        record = read_record(run) if run is not None else None
+        if run is not None and record is not None:
             final = {"objective": outcome.result} if outcome.result is not None else {}
             tags = {**record.tags, "outcome": outcome.state}
             write_record(run, replace(record, final=final, tags=tags, error=outcome.error))

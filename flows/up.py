@@ -28,13 +28,14 @@ from flows.server import Server, ServerError, addresses_file, initialised_marker
 from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root, own_store
-from tasks.workspace import REPOSITORY, server_database, state_directory
+from tasks.workspace import REPOSITORY, server_database, state_directory, without_password
 from trainer.errors import BusyError, TitheError, first_line
 from trainer.files import write_json
 
 HOST, WORKER = "127.0.0.1", "the worker"
 MAX_RESTARTS, RESTART_SECONDS = 5, 600.0  # a server that ends more often than that is broken
 SETTLE_SECONDS = 2.0
+_CONNECT_SECONDS = 10
 _WORKER_STOP_SECONDS = 60.0  # for the checkpoints of its campaigns
 
 
@@ -65,11 +66,11 @@ def prefect_server(port: int) -> Server:
 def mlflow_server(port: int) -> Server:
     """Start MLflow's server on the default store: one worker, no job runner (they cost 45 s and 500 MB)."""
     arguments = ["server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", own_store()]
     files = ["--no-serve-artifacts", "--default-artifact-root", artifact_root().as_uri()]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    environment["MLFLOW_BACKEND_STORE_URI"] = own_store()  # its password is nothing for the list of processes
     log = state_directory() / "mlflow-server.log"
-    return Server("MLflow", "mlflow", [*arguments, *store, *files], f"http://{HOST}:{port}/health", log, environment)
+    return Server("MLflow", "mlflow", [*arguments, *files], f"http://{HOST}:{port}/health", log, environment)
 
 
 def worker(api: str) -> Server:
@@ -253,11 +254,11 @@ def make_databases() -> None:
     from psycopg.sql import SQL, Identifier
 
     try:
-        with psycopg.connect(os.environ["TITHE_DATABASE"], autocommit=True) as connection:
+        with psycopg.connect(os.environ["TITHE_DATABASE"], autocommit=True, connect_timeout=_CONNECT_SECONDS) as connection:
             there = {row[0] for row in connection.execute("SELECT datname FROM pg_database")}
             for part in ("prefect", "mlflow"):
                 name = f"{connection.info.dbname}_{part}"
                 if name not in there:
                     connection.execute(SQL("CREATE DATABASE {}").format(Identifier(name)))
     except psycopg.Error as error:
-        raise ServerError(f"TITHE_DATABASE: {' '.join(str(error).split())}") from None
+        raise ServerError(f"TITHE_DATABASE: {without_password(' '.join(str(error).split()))}") from None

@@ -132,9 +132,8 @@ def cache_directory() -> Path:
 
 def committable(workspace: Workspace) -> list[Stage]:
     """Return the stages whose artifact is what params.yaml, whole inputs and the code of this moment make."""
-    tree = read_yaml(workspace.root / "params.yaml")
     try:
-        here = workspace.with_tree(tree)
+        here = workspace.with_tree(read_yaml(workspace.root / "params.yaml"))
     except TitheError:  # params.yaml was edited and is wrong now: nothing can be said of it
         return []
     same = [s for s in workspace.stages if params_of(s, here.config) == params_of(s, workspace.config)]

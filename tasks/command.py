@@ -20,7 +20,7 @@ from tasks.workspace import Workspace
 from trainer.config import CampaignConfig, load_config, validate
 from trainer.errors import ConfigError, StopRequested, TitheError, first_line, name_os_error
 from trainer.files import read_json
-from trainer.processes import die_with_parent
+from trainer.processes import die_with_parent, return_blocks
 
 FLOW_PID = "TITHE_FLOW_PID"  # process that this stage must not outlive
 
@@ -96,6 +96,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = read_config(options.config or options.workspace / "params.yaml")
         limit_threads(config)
+        return_blocks()
         stop_on_signals()
         if FLOW_PID in os.environ:
             die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))

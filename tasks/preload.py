@@ -21,7 +21,8 @@ MODULES = (
     "peft",
 )
 
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow, which stops its stages in order
+for _number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, or the end of a job, is for the flow, which stops its stages in order
+    signal.signal(_number, signal.SIG_IGN)
 _before = gc.get_threshold()
 gc.set_threshold(100_000, 50, 50)  # as trainer.processes.importing does
 for _name in MODULES:

@@ -26,6 +26,7 @@ from trainer.files import damage, new_directory, read_json, read_manifest, write
 
 Engine = Literal["transformers", "vllm"]
 ORIGIN = "origin.json"  # in an export: where it comes from
+_MORE_IS_BETTER = ("pass@", "greedy_accuracy", "mean_reward")  # beginnings of metrics that a gate may ask for
 _OURS = ("manifest.json", "merge.json", "curve.csv")  # files of an artifact that no engine reads
 
 
@@ -69,6 +70,10 @@ def artifact_of(workspace: Workspace, run: Path, name: str) -> Path:
     manifest = read_manifest(place)
     record = read_record(run / stage.name) if stage is not None else None
     if stage is None or manifest is None or record is None or record.artifact is None:
+        if stage is not None and workspace.is_current(
+            stage
+        ):  # pulled, or made under another --run-dir, or before a stopped attempt
+            return place
         maker = stage.name if stage is not None else name
         raise DataError(str(place), f"run {run.name} has no {name} yet; `tithe resume` finishes it (stage {maker})")
     if manifest["content_sha256"] != record.artifact["content_sha256"]:
@@ -83,7 +88,7 @@ def gate(run: Path, metric: str = "pass@1", margin: float = 0.0) -> Verdict:
     """Return whether a run's trained model beats the base on the evaluation's prompts.
 
     Args:
-        metric: of evaluation.json.
+        metric: of evaluation.json, one of which more is better.
         margin: least gain, in the metric's own unit (0.02 is two points of pass@1).
 
     Raises:
@@ -92,8 +97,10 @@ def gate(run: Path, metric: str = "pass@1", margin: float = 0.0) -> Verdict:
     workspace = workspace_of(run)
     place = artifact_of(workspace, run, "evaluation")
     differences = read_json(place / "evaluation.json").get("difference", {})
-    if metric not in differences:
-        raise ConfigError("--metric", metric, f"the evaluation has no such metric; {nearest(metric, differences)}")
+    gates = [name for name in differences if name.startswith(_MORE_IS_BETTER)]
+    if metric not in gates:
+        problem = "more of it is not better" if metric in differences else "the evaluation has no such metric"
+        raise ConfigError("--metric", metric, f"{problem}; {nearest(metric, gates)}")
     three = differences[metric]
     return Verdict(metric, three["value"], three["low"], three["high"], margin, workspace.config.evaluate.confidence)
 

@@ -35,7 +35,7 @@ from trainer.config import CampaignConfig, as_tree, validate
 from trainer.errors import ConfigError, RankError, StopRequested, TitheError, first_line
 from trainer.files import read_json, write_json
 from trainer.metrics import STAGE_PID, RunWriter
-from trainer.processes import die_with_parent
+from trainer.processes import die_with_parent, return_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -210,6 +210,7 @@ def _reason(folder: Path, failed: Mapping[int, tuple[int, int]]) -> TitheError:
 
 def main(arguments: list[str]) -> int:
     """Work as one rank; RANK, WORLD_SIZE and the like are in the environment."""
+    return_blocks()
     assignment = Assignment(**read_json(Path(arguments[0])))
     rank = int(os.environ["RANK"])
     end = Path(assignment.run) / RANKS / f"{rank}.json"

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.sources import pair_files, prompt_files, reward_files
+from tasks.sources import base_files, pair_files, prepare_files, reward_files
 from trainer.config import CampaignConfig
 from trainer.errors import ConfigError, nearest
 
@@ -65,7 +65,7 @@ STAGES: tuple[Stage, ...] = (
         (),
         ("prepare", "base.source", "base.revision", "base.scratch.alphabet", "campaign.seed"),
         ("tasks/prepare.py", "tasks/sources.py", "trainer/prompts.py", "trainer/policy/tokenizer.py"),
-        external=prompt_files,
+        external=prepare_files,
     ),
     Stage(
         "base",
@@ -73,6 +73,7 @@ STAGES: tuple[Stage, ...] = (
         ("prompts",),
         ("base", "campaign.seed"),
         ("tasks/base.py", "trainer/policy"),
+        external=base_files,
     ),
     Stage(
         "anchors",
@@ -149,9 +150,6 @@ OPTIONAL_STAGES: tuple[Stage, ...] = (
         external=pair_files,
     ),
 )
-
-BY_NAME = {stage.name: stage for stage in STAGES}
-BY_ARTIFACT = {stage.artifact: stage for stage in STAGES}
 
 
 def optional_stages(config: CampaignConfig) -> tuple[Stage, ...]:

@@ -86,8 +86,8 @@ def locate_all(words: Iterable[str]) -> list[Path]:
         roots = [path for path in places(word) if is_sweep(path)]
         if roots:
             sweep = read_sweep(roots[0])
-            runs = [sweep.workspace(trial).run for trial in sweep.trials]
-            begun = [run for run in runs if (run / "config.json").is_file()]
+            runs = [sweep.run_of(trial) for trial in sweep.trials]
+            begun = [run for run in runs if run is not None and (run / "config.json").is_file()]
             if not begun:
                 raise DataError(word, "is a sweep of which no trial has begun; run it first")
             found += begun

@@ -23,6 +23,7 @@ from trainer.errors import NOBODYS_FAULT, ConfigError, DataError, first_line, ne
 from trainer.files import MANIFEST
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+_OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja")
 _HF_OPTIONS = ("config", "split", "revision")
 _RESERVED = {"seed": "it follows from campaign.seed", "size": "it is num_rows"}
 
@@ -77,6 +78,19 @@ def local_files(source: PromptSource) -> list[Path]:
 def prompt_files(config: CampaignConfig) -> list[Path]:
     """Return the files on this machine that all sources of a campaign read."""
     return [path for source in config.prepare.sources for path in local_files(source)]
+
+
+def base_files(config: CampaignConfig) -> list[Path]:
+    """Return the files of a local base: weights put in place of others are another model. A hub name has a revision instead."""
+    if config.base.kind == "scratch" or config.base.locator.startswith("package:"):
+        return []
+    directory = find(config.base.locator)
+    return sorted(p for p in directory.glob("*") if p.is_file() and p.suffix in _OF_A_MODEL) if directory is not None else []
+
+
+def prepare_files(config: CampaignConfig) -> list[Path]:
+    """Return the files that decide prompts: those of the sources, and of a local base what its tokenizer may be read from."""
+    return prompt_files(config) + [path for path in base_files(config) if path.suffix not in (".safetensors", ".bin")]
 
 
 def reward_files(config: CampaignConfig) -> list[Path]:

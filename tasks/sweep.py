@@ -100,13 +100,13 @@ class Sweep:
     def name(self) -> str:
         return self.root.name
 
-    def config_of(self, trial: Trial) -> CampaignConfig:
-        """Return a trial's configuration.
+    def config_of(self, trial: Trial | None = None) -> CampaignConfig:
+        """Return a trial's configuration; of no trial: what all of them have in common, their share of the cores included.
 
         Raises:
             ConfigError: its values do not go together.
         """
-        overrides = [*(f"{key}={value}" for key, value in trial.values.items())]
+        overrides = [f"{key}={value}" for key, value in trial.values.items()] if trial is not None else []
         if self.threads and not self.config.machine.threads:
             overrides.append(f"machine.threads={self.threads}")
         return validate(apply_overrides(as_tree(self.config), overrides))
@@ -117,6 +117,13 @@ class Sweep:
     def workspace(self, trial: Trial) -> Workspace:
         more = {"stages": self.stages, "stages_name": self.stages_name} if self.stages_name else {}
         return Workspace(self.place(trial), self.config_of(trial), **more)  # type: ignore[arg-type]
+
+    def run_of(self, trial: Trial) -> Path | None:
+        """Return a trial's run directory; None for one of Optuna's whose values do not go together, which never has any."""
+        try:
+            return self.workspace(trial).run
+        except ConfigError:
+            return None
 
     def outcome(self, trial: Trial) -> Outcome | None:
         """Return how a trial ended, or None while it must still run: never begun, stopped or killed."""
@@ -135,19 +142,16 @@ class Sweep:
 
     def curve(self, trial: Trial) -> dict[int, float]:
         """Return a trial's objective by step, as far as it has come."""
-        return objective_curve(self.workspace(trial).run, self.spec.objective)
+        run = self.run_of(trial)
+        return objective_curve(run, self.spec.objective) if run is not None else {}
 
     def known(self) -> list[Known]:
         """Return what is known of every trial that has a place, for Optuna."""
         found = []
         for trial in self.trials:
             outcome = self.outcome(trial)
-            try:
-                curve = self.curve(trial)
-            except ConfigError:  # values that do not go together: failed, and so it stays
-                curve = {}
             state, result = (outcome.state, outcome.result) if outcome else (None, None)
-            found.append(Known(trial.values, state, result, curve))
+            found.append(Known(trial.values, state, result, self.curve(trial)))
         return found
 
     def with_trial(self, values: Values) -> tuple[Sweep, Trial]:

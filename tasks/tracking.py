@@ -35,7 +35,7 @@ from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
-from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
+from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory, without_password
 from trainer.config import as_tree
 from trainer.errors import DataError, TitheError
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
@@ -127,7 +127,7 @@ class Sidecar:
     """What MLflow has of one run directory."""
 
     record: str = ""  # id of the record that it mirrors
-    uri: str = ""
+    uri: str = ""  # without a password
     experiment_id: str = ""
     run_id: str = ""
     sent: str = ""  # digest of the record that was sent last
@@ -223,7 +223,7 @@ class Mirror:
             from requests.exceptions import RequestException
             from sqlalchemy.exc import SQLAlchemyError
 
-        self.uri = uri
+        self.uri, self.name = uri, without_password(uri)
         self._failures = (MlflowException, RequestException, SQLAlchemyError, OSError)
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._experiments: dict[str, str] = {}
@@ -236,7 +236,7 @@ class Mirror:
                 self._client.search_experiments(max_results=1)
 
     def _named(self) -> _Named:
-        return _Named(self.uri, self._failures)
+        return _Named(self.name, self._failures)
 
     def experiment(self, campaign: str) -> str:
         """Return the id of the experiment of a campaign, made if it is not there."""
@@ -285,8 +285,8 @@ class Mirror:
 
     def _mirror(self, directory: Path, record: Record, parent: str | None, final: dict[str, float], files: list[Record]) -> str:
         sidecar = Sidecar.read(directory)
-        if sidecar.record != record.id or sidecar.uri != self.uri or not self._exists(sidecar, record, final):
-            sidecar = Sidecar(record.id, self.uri, self.experiment(record.campaign))
+        if sidecar.record != record.id or sidecar.uri != self.name or not self._exists(sidecar, record, final):
+            sidecar = Sidecar(record.id, self.name, self.experiment(record.campaign))
             sidecar.run_id = self._create(record, sidecar.experiment_id, parent)
             sidecar.write(directory)
         before = asdict(sidecar)
@@ -422,6 +422,9 @@ class Mirror:
                     version = mlflow.register_model(f"models:/{model.model_id}", name, tags=tags)
                 number = int(version.version)
                 self._client.update_model_version(name, str(number), description=story)
+            if same and champion:  # it may have been refused before, by another margin
+                for key, value in tags.items():
+                    self._client.set_model_version_tag(name, str(number), key, value)
             if champion:
                 self._client.set_registered_model_alias(name, "champion", str(number))
         return number, bool(same)
@@ -429,8 +432,8 @@ class Mirror:
     def row(self, run: Path) -> Row:
         """Return what MLflow holds of one run."""
         sidecar, stage = Sidecar.read(run), Sidecar.read(run / "train")
-        if not sidecar.run_id or sidecar.uri != self.uri:
-            raise DataError(str(run), f"MLflow at {self.uri} has nothing of it; `tithe sync` sends it")
+        if not sidecar.run_id or sidecar.uri != self.name:
+            raise DataError(str(run), f"MLflow at {self.name} has nothing of it; `tithe sync` sends it")
         with self._named():
             found = self._client.get_run(sidecar.run_id)
             curved = sidecar.run_id if found.data.tags.get("trial") else stage.run_id
@@ -484,16 +487,16 @@ def its_turn(run: Path) -> Iterator[None]:
 class _Named:
     """Turns MLflow's many kinds of failure into a TrackingError of one line."""
 
-    def __init__(self, uri: str, failures: tuple[type[Exception], ...]):
-        self.uri, self.failures = uri, failures
+    def __init__(self, name: str, failures: tuple[type[Exception], ...]):
+        self.name, self.failures = name, failures
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self.failures):
-            text = " ".join(str(error).split())
-            raise TrackingError(f"MLflow at {self.uri}: {text[:200]}") from error
+            text = without_password(" ".join(str(error).split()))
+            raise TrackingError(f"MLflow at {self.name}: {text[:200]}") from error
 
 
 def small_files(folder: Path) -> Iterator[Path]:
@@ -585,7 +588,7 @@ class Shipper:
         try:
             return self._process.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
-            say(f"MLflow at {tracking_uri()} is slow; process {self._process.pid} goes on sending {self.run}")
+            say(f"MLflow at {without_password(tracking_uri())} is slow; process {self._process.pid} goes on sending {self.run}")
             return False
 
 
@@ -611,7 +614,7 @@ def follow(root: Path, run: Path) -> int:
                 mirror = mirror or Mirror(tracking_uri())
                 mirror.sync(run)
                 if failures:
-                    say(f"MLflow at {mirror.uri} is back; everything was sent")
+                    say(f"MLflow at {mirror.name} is back; everything was sent")
                 failures, due = 0, time.monotonic() + _INTERVAL_SECONDS
             except TrackingError as error:
                 if not failures:

@@ -11,6 +11,7 @@ they worked). The repository's root is the default campaign's; any other campaig
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +32,11 @@ def state_directory() -> Path:
     return Path(os.environ.get("TITHE_STATE") or REPOSITORY / ".tithe").resolve()
 
 
+def without_password(text: str) -> str:
+    """Return a text in which the password of every address is hidden: for messages, and for files that are passed on."""
+    return re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", text)
+
+
 def server_database(part: str, driver: str) -> str | None:
     """Return the PostgreSQL database of `prefect` or `mlflow`, or None for SQLite in the state directory.
 
@@ -45,7 +51,7 @@ def server_database(part: str, driver: str) -> str | None:
         return None
     parts = urlsplit(url)
     if parts.scheme != "postgresql" or not parts.hostname or not parts.path.strip("/"):
-        raise ConfigError("TITHE_DATABASE", url, "expected postgresql://user:password@host:port/name")
+        raise ConfigError("TITHE_DATABASE", without_password(url), "expected postgresql://user:password@host:port/name")
     return urlunsplit(parts._replace(scheme=f"postgresql+{driver}", path=f"{parts.path}_{part}"))
 
 

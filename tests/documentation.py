@@ -14,6 +14,7 @@ that it is ready, then gets Ctrl-C. `make` is only asked whether it could (`make
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import shlex
@@ -33,6 +34,11 @@ TINY = (
     "train.stages.0.steps=2 train.batch.prompts_per_step=8 train.heldout.num_prompts=16 evaluate.num_prompts=16 "
     "evaluate.samples_per_prompt=2 evaluate.pass_at=[1,2] anchors.num_prompts=8"
 )
+OWN = """
+campaign: {name: mine}
+prepare: {sources: [{source: "jsonl:data/mine.jsonl", prompt_template: "{question}"}]}
+reward: {verifier: python, function: "my_rewards:score", partial_credit: true, timeout_seconds: 20}
+"""
 OPEN, WORD = re.compile(r"^```(.*)$"), re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUNNABLE = ("run", "tiny", "fails")
@@ -234,6 +240,7 @@ def check_runs() -> int:
         for name in ("TITHE_STATE", "TITHE_CAMPAIGNS", "TITHE_DATABASE", "PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
             environment.pop(name, None)
         shrink_default(place)
+        write_own(place)
         for block in (block for page in pages() for block in blocks(page)[0] if block.kind in RUNNABLE):
             for command in block.commands:
                 started = time.monotonic()
@@ -260,6 +267,16 @@ def shrink_default(place: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code, *TINY.split()], cwd=place, env={**os.environ, "PYTHONPATH": str(place)}, check=True
     )
+
+
+def write_own(place: Path) -> None:
+    """Write what the pages call a person's own: prompts (sums), a recipe, and the reward function that how-to.md shows."""
+    (place / "data").mkdir()
+    rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
+    (place / "data" / "mine.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    code = next(block for block in blocks(place / "docs" / "how-to.md")[0] if block.info == "python")
+    (place / "my_rewards.py").write_text("\n".join(code.lines) + "\n", encoding="utf-8")
+    (place / "recipes" / "mine.yaml").write_text(OWN, encoding="utf-8")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ STAGE = "from pathlib import Path; from benchmarks.plan import Case, measure; me
 
 @pytest.mark.smoke
 def test_a_stage_peaks_where_the_plan_says(tmp_path: Path) -> None:
-    """In a process as any other: nothing but the stage itself tells malloc what to do."""
+    """Nothing but the stage itself tells malloc what to do."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from flows.child import Child, Launcher, Lease, Limits, watch
+from flows.child import Child, Launcher, Lease, Limits, read_beat, watch
 from tasks.locks import Owner
 from tasks.tracking import PARENT_TRACKS
 from trainer.errors import BusyError
 from trainer.files import read_json, write_json
+from trainer.metrics import HEARTBEAT
 
 LONG = Limits(total_seconds=60, silence_seconds=60, grace_seconds=20)
 
@@ -77,8 +78,17 @@ def test_silence_ends_it(start: Any, tiny: Any) -> None:
 def test_the_total_time_ends_it_even_while_it_gives_signs_of_life(start: Any, tiny: Any) -> None:
     tiny.plan(seconds=0.05, steps=10_000)
     limits = Limits(total_seconds=2, silence_seconds=60, grace_seconds=20)
-    ending, code = watch(start(), tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
+    child = start()
+    tiny.wait_for_step(1)  # by then it heeds signals, however slow the machine is
+    ending, code = watch(child, tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
     assert (ending, code) == ("late", 75)
+
+
+def test_a_heartbeat_of_another_process_is_no_sign_of_life(tmp_path: Path) -> None:
+    assert read_beat(tmp_path, 7) is None
+    write_json(tmp_path / HEARTBEAT, {"pid": 8, "time": 1.0})
+    assert read_beat(tmp_path, 7) is None
+    assert read_beat(tmp_path, 8) == {"pid": 8, "time": 1.0}
 
 
 def test_an_interruption_of_the_watch_leaves_nothing_running(start: Any, tiny: Any) -> None:
@@ -125,6 +135,27 @@ def test_a_killed_flow_takes_its_stage_with_it_after_a_checkpoint(tiny: Any, tmp
     eventually(lambda: not stage.is_alive)
     checkpoint = json.loads((tiny.workspace.run / "train" / "checkpoint.json").read_text())
     assert checkpoint["stopped"]
+
+
+@pytest.mark.smoke
+def test_an_end_that_reaches_every_process_at_once_stops_after_a_checkpoint(tiny: Any, tmp_path: Path) -> None:
+    """As Slurm, systemd and `timeout` end a job: the process that stages are forked from hears it too."""
+    tiny.plan(seconds=0.2, steps=10_000)
+    program = tmp_path / "flow.py"
+    program.write_text(textwrap.dedent(FLOW))
+    flow = subprocess.Popen(
+        [sys.executable, str(program), str(tiny.root), "fork", *tiny.overrides], start_new_session=True, stderr=subprocess.PIPE
+    )
+    try:
+        tiny.wait_for_step(2)
+        os.killpg(flow.pid, signal.SIGTERM)
+        _, said = flow.communicate(timeout=120)
+    finally:
+        flow.kill()
+        flow.wait()
+    assert b"StopRequested: stopped by SIGTERM" in said
+    assert json.loads((tiny.workspace.run / "train" / "checkpoint.json").read_text())["stopped"]
+    assert read_json(tiny.workspace.run / "record.json")["status"] == "KILLED"
 
 
 def test_a_survivor_is_ended_and_a_stranger_with_its_pid_is_not(tmp_path: Path) -> None:

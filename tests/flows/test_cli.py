@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,10 @@ def test_the_next_commands_work_in_a_shell_without_the_environment(tmp_path: Pat
     for line in lines:
         program = shlex.split(line.removeprefix("next:"), comments=True)[0]
         assert shutil.which(program) is not None, line
+    words = shlex.split(lines[1], comments=True)
+    overrides = [word for option, word in pairwise(words) if option == "-S"]
+    other = resolve_workspace(resolve_config(None, [*overrides, f"campaign.name={workspace.config.campaign.name}"]))
+    assert other.run_id != workspace.run_id  # it trains something else, and not the same under another name
 
 
 def test_a_port_that_is_none_is_a_usage_error() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.artifacts import pipeline, prepare_workspace, render
+from tasks.artifacts import committable, pipeline, prepare_workspace, render
 from tasks.registry import STAGES
 from tasks.workspace import REPOSITORY, Workspace, pick
 from trainer.config import load_config, read_yaml
@@ -38,6 +38,13 @@ def test_a_campaigns_workspace_points_back_to_the_code(tmp_path: Path) -> None:
         assert code
         assert all((tmp_path / dep).resolve().is_file() for dep in code)
         assert not any("__pycache__" in dep for dep in code)
+
+
+def test_of_a_params_yaml_that_became_wrong_nothing_is_committed(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, DEFAULT.config)
+    for text in ("train: {no_such_key: 1}", "train: [never closed"):
+        (tmp_path / "params.yaml").write_text(text)
+        assert committable(workspace) == []
 
 
 def test_the_resolved_params_of_a_workspace_are_the_same_campaign(tmp_path: Path) -> None:

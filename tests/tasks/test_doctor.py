@@ -17,7 +17,7 @@ import pytest
 
 from tasks.doctor import Health, look, signs_of
 from tasks.locks import Owner
-from tasks.record import begin, finish, write_record
+from tasks.record import begin, finish, read_record, write_record
 from tasks.runs import read_run
 from tasks.workspace import REPOSITORY
 from trainer.config import as_tree, load_config
@@ -56,6 +56,15 @@ def test_a_healthy_run_is_called_so_and_its_pace_is_told(tmp_path: Path) -> None
     assert health.lines[0] == "healthy: finished, 40 of 40 training steps"
     assert "learning 91%" in health.lines[1]
     assert health.lines[-1].startswith("healthy")
+
+
+def test_the_memory_of_this_machine_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "healthy")
+    assert signs_of(read_run(run)).host_bytes
+    record = read_record(run / "train")
+    assert record is not None
+    write_record(run / "train", replace(record, owner={**record.owner, "host": "another"}))
+    assert signs_of(read_run(run)).host_bytes is None
 
 
 def test_weights_fetched_when_they_are_needed(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def finished(tmp_path: Path, models: dict[str, Path], put_artifact: Any) -> Fini
         evaluation = tmp_path / "evaluation"
         three = dict(zip(("value", "low", "high"), gain, strict=True))
         side = {"pass@1": {"value": 0.6, "low": 0.5, "high": 0.7}, "statuses": {"ok": 3}}
-        write_json(evaluation / "evaluation.json", {"base": side, "trained": side, "difference": {"pass@1": three}})
+        gains = {"pass@1": three, "truncated_fraction": three}
+        write_json(evaluation / "evaluation.json", {"base": side, "trained": side, "difference": gains})
         for stage in STAGES[:stages]:
             put_artifact(workspace, stage, {**models, "evaluation": evaluation}.get(stage.artifact, "x"))
         finish(workspace.run, "FINISHED")
@@ -75,6 +76,8 @@ def test_the_gate_wants_the_whole_interval_above_the_margin(finished: Finish) ->
     assert not gate(run, margin=0.06).passes
     with pytest.raises(ConfigError, match=r"no such metric; .*'pass@1'"):
         gate(run, "pass@l")
+    with pytest.raises(ConfigError, match="more of it is not better; valid here: pass@1"):
+        gate(run, "truncated_fraction")
 
 
 def test_no_gain_beyond_chance_is_not_promoted(finished: Finish) -> None:
@@ -100,6 +103,24 @@ def test_what_is_not_there_or_not_this_runs_is_refused(finished: Finish, put_art
     put_artifact(other, merge, "other")
     with pytest.raises(DataError, match="is another run's by now"):
         export(whole.run, tmp_path / "out", "vllm")
+
+
+def test_what_was_pulled_and_not_made_here_can_be_exported(finished: Finish, tmp_path: Path) -> None:
+    """After `dvc pull`, or under another --run-dir, every stage is current and none has a record."""
+    workspace = finished()
+    for stage in STAGES:
+        shutil.rmtree(workspace.run / stage.name)
+    assert gate(workspace.run).passes
+    export(workspace.run, tmp_path / "out", "vllm")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    merge = next(stage for stage in STAGES if stage.name == "merge")  # made anew by force, and stopped: the old one stands
+    begin(workspace.run / "merge", "stage", "merge", workspace.config, "i", {}, {})
+    finish(workspace.run / "merge", "KILLED")
+    assert workspace.is_current(merge)
+    export(workspace.run, tmp_path / "out", "vllm")
+    shutil.rmtree(workspace.artifact("merged"))
+    with pytest.raises(DataError, match="has no merged yet"):
+        export(workspace.run, tmp_path / "out", "vllm")
 
 
 def test_an_export_loads_in_plain_transformers_and_is_the_merged_model(
@@ -177,6 +198,13 @@ def test_a_promoted_model_is_a_version_with_evaluation_lineage_and_alias(
     assert {metric.key: metric.value for metric in model.metrics}["trained/pass_at_1"] == 0.6
     assert [v.was_there for v in promote(workspace.run)[1]] == [True, True]  # the same content is no second version
     shutil.rmtree(workspace.root)
+    unsure = finished(gain=(0.0, -0.1, 0.1))
+    promote(unsure.run, anyway=True, name="unsure")
+    assert client.search_model_versions("name = 'unsure'")[0].tags["gate"] == "refused"
+    shutil.rmtree(unsure.root)
+    promote(finished().run, name="unsure")  # the same weights, evaluated on more prompts
+    assert client.get_model_version_by_alias("unsure", "champion").tags["gate"] == "passed"
+    shutil.rmtree(unsure.root)
     worse = finished(gain=(0.0, -0.1, 0.1), method="full")
     _, (second,) = promote(worse.run, anyway=True, name="adder")
     assert client.get_model_version_by_alias("adder", "champion").version == 1

@@ -135,10 +135,10 @@ def test_a_stage_that_fails_leaves_the_old_artifact_and_its_run_directory(
     assert workspace.is_current(PREPARE)
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["prompts"]
     assert (workspace.run / "prepare" / "log").exists()
-    run_stage(workspace, PREPARE)  # the old one is current, which makes no success of the attempt
+    run_stage(workspace, PREPARE)  # current: the old one stands, and nobody says that the second attempt ended well
     record = read_record(workspace.run / "prepare")
     assert record is not None
-    assert record.status == ("KILLED" if isinstance(failure, StopRequested) else "FAILED")
+    assert (record.status, record.artifact) == ("KILLED" if isinstance(failure, StopRequested) else "FAILED", None)
 
 
 def killed_before(call: int, act: Callable[[], object]) -> bool:

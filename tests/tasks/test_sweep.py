@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tasks.runs import locate_all
 from tasks.sweep import OUTCOME, SWEEP, Outcome, Spec, Trial, make_sweep, read_sweep, read_trial, short_keys, sweep_name
 from tasks.workspace import REPOSITORY
-from trainer.config import CampaignConfig, load_config
+from trainer.config import CampaignConfig, as_tree, load_config
 from trainer.errors import ConfigError, DataError
 from trainer.files import write_json
 
@@ -93,6 +94,23 @@ def test_what_optuna_proposed_is_remembered(tmp_path: Path) -> None:
     again = make_sweep(CONFIG, spec, tmp_path / "s")
     assert again.trials == (trial,)
     assert read_sweep(tmp_path / "s").trials == (trial,)
+
+
+def test_a_trial_of_optunas_whose_values_do_not_go_together_hides_no_other(tmp_path: Path) -> None:
+    """Each value is right by itself: 500 minibatches need more than the 64 samples of 8 prompts."""
+    axes = ("train.batch.minibatches=4,500", "train.batch.prompts_per_step=8,64")
+    sweep = make_sweep(CONFIG, Spec("optuna", axes, 2), tmp_path / "s", threads=1)
+    assert sweep.config_of().machine.threads == 1  # also before there is a trial
+    sweep, wrong = sweep.with_trial({"train.batch.minibatches": "500", "train.batch.prompts_per_step": "8"})
+    sweep, right = sweep.with_trial({"train.batch.minibatches": "4", "train.batch.prompts_per_step": "8"})
+    for trial, outcome in ((wrong, Outcome("failed", error="e")), (right, Outcome("done", 0.5, 60))):
+        write_json(sweep.place(trial) / OUTCOME, outcome.__dict__)
+    run = sweep.workspace(right).run
+    write_json(run / "config.json", as_tree(sweep.config_of(right)))
+    assert (sweep.run_of(wrong), sweep.run_of(right)) == (None, run)
+    assert sweep.config_of().machine.threads == 1
+    assert locate_all([str(tmp_path / "s")]) == [run]
+    assert [known.state for known in sweep.known()] == ["failed", "done"]
 
 
 def test_trials_rank_by_their_result(tmp_path: Path) -> None:

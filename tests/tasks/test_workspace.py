@@ -8,7 +8,7 @@ import pytest
 
 from tasks import workspace as module
 from tasks.registry import STAGES, get_stage
-from tasks.workspace import Workspace, params_of
+from tasks.workspace import Workspace, params_of, without_password
 from trainer.config import load_config
 from trainer.errors import BusyError, ConfigError, DataError
 from trainer.files import write_manifest
@@ -67,6 +67,35 @@ def test_a_key_follows_its_own_part_of_the_configuration(tmp_path: Path, overrid
     make(old, "prepare", "prompts")
     changed = {name for name in ("prepare", "base") if old.key(get_stage(name)) != new.key(get_stage(name))}
     assert changed == touched
+
+
+def test_a_key_follows_the_files_of_a_local_base(tmp_path: Path) -> None:
+    """Other weights in the same place are another base; another tokenizer makes other prompts too."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "tokenizer.json", "notes.md"):
+        (model / name).write_text("old")
+    here = workspace(tmp_path, f"base.source=hf:{model}")
+    make(here, "prepare", "prompts")
+    before = {name: here.key(get_stage(name)) for name in ("prepare", "base")}
+    for file, touched in {"notes.md": set(), "model.safetensors": {"base"}, "tokenizer.json": {"prepare", "base"}}.items():
+        (model / file).write_text("new words")
+        now = {name: here.key(get_stage(name)) for name in before}
+        assert {name for name in now if now[name] != before[name]} == touched, file
+        before = now
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("postgresql://tithe:se/cr@db.example:5432/x", "postgresql://tithe:***@db.example:5432/x"),  # wrong: / is written %2F
+        ("at postgresql+psycopg://tithe:s3:c@ret@db:5432/x: no", "at postgresql+psycopg://tithe:***@db:5432/x: no"),
+        ("http://user:word@mlflow:5000 and http://mlflow:5000/ab", "http://user:***@mlflow:5000 and http://mlflow:5000/ab"),
+        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+    ],
+)
+def test_no_password_is_told(text: str, said: str) -> None:
+    assert without_password(text) == said
 
 
 def test_a_key_follows_the_content_of_its_inputs_and_not_their_names_or_times(tmp_path: Path) -> None:

@@ -114,13 +114,11 @@ class ModelCard:
     def largest_tensor(self) -> int:
         return max(self.embedding, self.head, *(block.largest_tensor for block in self.blocks))
 
-    @property
-    def largest_unit(self) -> int:
-        """Parameters of the largest thing that is gathered or streamed at once: a block, the embedding or the head."""
-        return max(self.embedding, self.head, self.largest_block)
-
     def gathered_unit(self, expert_parallel: int = 1) -> int:
-        """Return the largest unit where a layer's experts stay spread over some devices and are never gathered."""
+        """Return the parameters of the largest unit (a block, the embedding, the head) that is gathered.
+
+        A layer's experts, spread over some devices, never are.
+        """
         blocks = (block.parameters - block.experts + block.experts // expert_parallel for block in self.blocks)
         return max(self.embedding, self.head, *blocks)
 

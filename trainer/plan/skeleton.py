@@ -186,7 +186,8 @@ def _nearest_layout(tree: dict[str, Any]) -> str:
             raise ConfigError(
                 f"model.{field}",
                 None,
-                f"is missing, and model_type {tree.get('model_type')!r} is unknown to transformers, so nothing stands in for it",
+                f"{field} is missing, and model_type {tree.get('model_type')!r} is unknown to transformers, so nothing stands in "
+                "for it",
             )
     if "kv_lora_rank" in tree:
         return "deepseek_v3"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import struct
 
 from . import kernel
@@ -171,7 +170,3 @@ def install(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     record = _Program(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p).value)
     kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, ctypes.byref(record))
-
-
-def supported() -> bool:
-    return os.uname().machine in AUDIT_ARCH
