@@ -1183,7 +1183,7 @@ class CampaignConfig(Section):
             said.append(
                 f"train.optimizer.learning_rate = {rate}: high for {rule}, which moves each weight by it; try 1e-6 to 1e-4"
             )
-        if stateless and rule != "sgd" and self.train.optimizer.clipping is not None:
+        if stateless and rule != "sgd" and self.train.optimizer.clips != "per_layer":
             said.append(
                 f"train.optimizer.clipping = {self.train.optimizer.clipping}: clips nothing, for the steps of {rule} have one "
                 "length whatever the gradient's; only sgd is clipped"
