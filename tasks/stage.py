@@ -64,7 +64,7 @@ def run_stage(
             assert manifest is not None
             close_record(workspace, stage)
             return manifest
-        wrong = damage(target) if read_manifest(target) is not None else None
+        wrong = damage(target) if target.exists() else None
         if on_start is not None:
             on_start()
         with recorded(workspace, stage):

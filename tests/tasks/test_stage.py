@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -93,12 +94,21 @@ def test_a_current_artifact_is_left_alone(tmp_path: Path, toy: Toy) -> None:
     assert toy.calls == ["prepare"] * 3
 
 
-def test_a_damaged_artifact_is_made_again(tmp_path: Path, toy: Toy) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("data", "prompts/data does not match its sha256"), ("manifest.json", "prompts has no readable manifest")],
+)
+def test_a_damaged_artifact_is_made_again_and_said(tmp_path: Path, toy: Toy, name: str, said: str) -> None:
     workspace = place(tmp_path)
     run_stage(workspace, PREPARE)
-    (workspace.artifact("prompts") / "data").write_text("prepare 7", encoding="utf-8")
+    assert not (workspace.run / "prepare" / "events.jsonl").exists(), "the first time nothing is mended"
+    (workspace.artifact("prompts") / name).write_text("prepare 7", encoding="utf-8")
     run_stage(workspace, PREPARE)
     assert text(workspace, "prompts") == "prepare 2"
+    [event] = map(json.loads, (workspace.run / "prepare" / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    assert event["kind"] == "rebuild"
+    assert said in event["reason"]
+    assert event["reason"].endswith("; the artifact was made again")
 
 
 def test_a_missing_or_damaged_input_is_refused_before_the_stage_runs(tmp_path: Path, toy: Toy) -> None:

@@ -306,7 +306,8 @@ class Optimizer(Section):
     """Norm to which gradients are clipped."""
     clipping: Literal["global", "per_layer", "two_pass", "previous"] | None = None
     """Whose norm is clipped; None: `global` for adamw, `per_layer` for stateless. `per_layer`: each layer's own, free.
-    `two_pass`: the exact global norm, by running backward twice. `previous`: by the coefficient of the step before."""
+    `two_pass`: the exact global norm, by running backward twice. `previous`: by the coefficient of the step before. The steps of
+    `sign`, `rms` and `sinkhorn` have one length whatever the gradient's, so there it clips nothing."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Of `stateless`, where weights are stored as bfloat16. `nearest` loses most of a small step, and is there to show it."""
 
@@ -1181,6 +1182,11 @@ class CampaignConfig(Section):
         if stateless and rule != "sgd" and rate > 1e-3:
             said.append(
                 f"train.optimizer.learning_rate = {rate}: high for {rule}, which moves each weight by it; try 1e-6 to 1e-4"
+            )
+        if stateless and rule != "sgd" and self.train.optimizer.clips != "per_layer":
+            said.append(
+                f"train.optimizer.clipping = {self.train.optimizer.clipping}: clips nothing, for the steps of {rule} have one "
+                "length whatever the gradient's; only sgd is clipped"
             )
         if self.train.method == "full" and not stateless and self.base.kind != "scratch" and rate > 1e-4:
             said.append(f"train.optimizer.learning_rate = {rate}: high for training every weight; 1e-6 to 1e-5 is usual")

@@ -28,8 +28,7 @@ def flags(plan: Plan) -> list[str]:
         *_engine(plan),
         *_malloc(plan),
     ]
-    said += [*_malloc(plan)] + [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
-    return said
+    return said + [f"assumed: {sentence}" for sentence in plan.request.card.assumptions]
 
 
 def tokens(value: float) -> str:

@@ -64,6 +64,9 @@ def test_the_recipes_are_valid(recipe: str) -> None:
 def test_a_rate_of_another_rules_scale_is_warned_of() -> None:
     assert "low for sgd" in load(*S, "train.optimizer.rule=sgd").warnings()[0]
     assert "high for rms" in load(*S, "train.optimizer.learning_rate=0.1").warnings()[0]
+    assert "clips nothing" in load(*S, "train.optimizer.clipping=two_pass").warnings()[0]
+    sgd = load(*S, "train.optimizer.rule=sgd", "train.optimizer.learning_rate=0.1", "train.optimizer.clipping=two_pass")
+    assert not sgd.warnings()
 
 
 def test_the_number_of_ranks_is_no_part_of_a_results_identity() -> None:

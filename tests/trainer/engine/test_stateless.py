@@ -221,6 +221,16 @@ def test_bfloat16_with_the_same_seed_gives_the_same_bits_and_goes_on_from_a_chec
     assert one.facts() == resumed.facts()
 
 
+def test_the_norm_that_clips_the_next_step_is_in_the_checkpoint() -> None:
+    one = make_engine(clipping="previous", max_grad_norm=0.1)
+    one.step(make_terms(), 1e-6, 0)
+    resumed = make_engine(clipping="previous", max_grad_norm=0.1)
+    resumed.load(weights(one), {}, one.facts())
+    for engine in (one, resumed):
+        engine.step(make_terms(), 1e-2, 1)
+    assert same(weights(one), weights(resumed))
+
+
 def test_it_reports_what_the_update_did() -> None:
     metrics = make_engine(rule="rms").step(make_terms(), 1e-3, 0).metrics
     assert metrics["update/realised_fraction"] == pytest.approx(1.0, abs=1e-3)

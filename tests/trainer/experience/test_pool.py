@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import text
@@ -108,6 +109,44 @@ def test_what_a_frozen_sampler_delivers_too_late_is_refused_and_counted(open_poo
     assert learner.counts()["drop/late"] == 4
 
 
+def test_an_attempt_of_a_samplers_earlier_life_is_refused(open_pool: Open) -> None:
+    """A sampler that is started anew keeps its name, and may be given the very group that its frozen predecessor holds."""
+    frozen, again = open_pool("s0"), open_pool("s0")
+    order = take(frozen, 1).orders[0]
+    frozen.release("s0")
+    second = take(again, 1).orders[0]
+    assert (second.group_id, second.attempt) == (order.group_id, 2)
+    assert frozen.deliver([(order, group_for(order, 1))]) == [order]
+    assert again.deliver([(second, group_for(second, 2))]) == []
+    claim = again.claim(1, 0, 0)
+    assert claim is not None
+    assert claim.groups == (group_for(second, 2),)
+
+
+def test_groups_that_came_back_are_not_given_to_a_sampler_that_is_too_far_behind(open_pool: Open) -> None:
+    lost, behind = open_pool("s0"), open_pool("s1")
+    take(lost, 1)
+    lost.release("s0")
+    lost.set_learner_version(9)
+    assert take(behind, 1, version=0, max_lag=8).denial == "lag"
+    assert [order.ordinal for order in take(behind, 1, version=1, max_lag=8).orders] == [0]
+
+
+def test_leases_last_longer_by_the_time_in_which_nobody_could_write(
+    open_pool: Open, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_postgresql(url):
+        pytest.skip("the server's clock is its own")
+    slow, other = open_pool("s0"), open_pool("s1")
+    [order] = take(slow, 1).orders
+    ticks = iter([0.0, 100.0])  # before and after the wait for the database
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), time=lambda: time.time() + 100)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.experience.pool.time", clock)
+        assert [found.ordinal for found in take(other, 1).orders] == [1], "s0 could not have renewed its lease of 60 s"
+    assert slow.deliver([(order, group_for(order))]) == []
+
+
 def test_a_group_that_kills_every_sampler_is_given_up(open_pool: Open) -> None:
     sampler = open_pool("s0", lease_seconds=0.0)
     for attempt in (1, 2, 3):
@@ -126,6 +165,8 @@ def test_a_killed_learners_claim_comes_back_and_counts_once(open_pool: Open) -> 
     claim = second.claim(2, 0, 0)
     assert claim is not None
     assert claim.group_ids == lost.group_ids
+    with pytest.raises(BusyError, match="another learner took the samples of step 1"):
+        first.consume(lost, 1, 0, 1)
     second.consume(claim, 1, 0, 1)
     with pytest.raises(BusyError, match="another learner took the samples of step 1"):
         first.consume(lost, 1, 0, 1)

@@ -8,7 +8,9 @@ import math
 import os
 import random
 import signal
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.memory.kit import loss_of, make_model, make_works
 from trainer.config.schema import Optimizer
@@ -212,6 +215,26 @@ def test_a_damaged_layer_file_is_named(damage: Any, said: str, prefetch: int, tm
     assert error.value.exit_code == 8
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_write_that_failed_ends_the_step_although_its_slot_is_used_again(prefetch: int, tmp_path: Path) -> None:
+    names = [f"layers.{index}" for index in range(8)]
+    source = DiskSource(tmp_path / "t", ((name, torch.zeros(10)) for name in names), prefetch=prefetch)
+    (tmp_path / "t" / "layers.0.1").mkdir()  # where the first changed layer goes
+    source.begin()
+
+    def step() -> None:
+        source.expect(names)
+        for name in names:
+            source.open(name).add_(1)
+            source.close(name, changed=True)
+            source._writer.submit(int).result()  # what was submitted before has ended, well or not
+        source.commit()
+
+    with pytest.raises(ResourceError, match=r"layers\.0\.1: is a directory"):
+        step()
+    source.shutdown()
+
+
 def test_files_have_stable_names_and_the_manifest_says_which_counts(tmp_path: Path) -> None:
     engine = make_engine("llama", torch.float32, tmp_path / "tiers")
     engine.step(make_terms(), 1e-3, 0)
@@ -290,3 +313,121 @@ def test_any_order_of_visits_and_writes_is_right(device: bool, tmp_path: Path) -
         assert {name: flat.unique().item() for name, flat in source.peek()} == held
     source.shutdown()
     assert not (tmp_path / "t").exists()
+
+
+class _Late:
+    """A point on a stream that works late."""
+
+    def __init__(self, lane: LateLane):
+        self.lane, self.passed = lane, False
+
+    def query(self) -> bool:
+        self.lane.advance()
+        return self.passed
+
+    def synchronize(self) -> None:
+        while not self.passed:
+            self.lane.advance()
+
+
+class _Queued(TorchDispatchMode):
+    """Puts copies on a stream instead of doing them."""
+
+    def __init__(self, stream: deque[Any]):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.stream.append(partial(func, *args, **(kwargs or {})))
+        return args[0]
+
+
+class LateLane:
+    """A device as late as its events allow: two copy streams and a computing one, which go on by chance when somebody looks."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+        self.streams: dict[str, deque[Any]] = {"in": deque(), "out": deque(), "compute": deque()}
+
+    def compute(self, work: Callable[[], Any]) -> None:
+        """Issue a computation."""
+        self.streams["compute"].append(work)
+
+    def copying(self, way: str) -> AbstractContextManager[Any]:
+        return _Queued(self.streams[way])
+
+    def mark_copy(self, way: str) -> _Late:
+        mark = _Late(self)
+        self.streams[way].append(mark)
+        return mark
+
+    def mark_compute(self) -> _Late:
+        return self.mark_copy("compute")
+
+    def copy_waits(self, way: str, mark: _Late) -> None:
+        self.streams[way].append((mark,))
+
+    def compute_waits(self, mark: _Late) -> None:
+        self.copy_waits("compute", mark)
+
+    def advance(self) -> None:
+        """Let one of the streams that can do something do the next thing."""
+        able = [s for s in self.streams.values() if s and not (isinstance(s[0], tuple) and not s[0][0].passed)]
+        assert able, "streams wait for each other"
+        stream = self.draw.choice(able)
+        thing = stream.popleft()
+        if isinstance(thing, _Late):
+            thing.passed = True
+        elif not isinstance(thing, tuple):
+            thing()
+
+
+class _Lent(MemorySource):
+    """Lends a buffer from open to close, and ruins it then, as a host slot that goes to another unit does."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.lent: dict[str, Tensor] = {}
+
+    def open(self, unit: str) -> Tensor:
+        return self.lent.setdefault(unit, super().open(unit).clone())
+
+    def close(self, unit: str, changed: bool = False) -> None:
+        flat = self.lent.pop(unit)
+        if changed:
+            super().open(unit).copy_(flat)
+        flat.fill_(math.nan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("stay", [(), ("layers.1",)])
+def test_nothing_is_overwritten_or_read_before_its_event(seed: int, stay: Collection[str]) -> None:
+    """Slots change hands while copies and computation lag behind at random; a wait that is missing shows as a wrong weight."""
+    draw, lane, names = random.Random(seed), LateLane(seed), [f"layers.{index}" for index in range(7)]
+    inner = _Lent({name: torch.zeros(10) for name in names}, None)
+    source = DeviceSource(inner, lane, 2**12, prefetch=seed % 3, resident=stay)
+    held, seen, expected = dict.fromkeys(names, 0.0), [], []
+
+    def look(flat: Tensor, add: float) -> None:
+        seen.append(flat.unique().tolist())
+        flat.add_(add)
+
+    for _ in range(30):
+        source.begin()
+        order = [draw.choice(names) for _ in range(10)]
+        source.expect(order if draw.random() < 0.8 else list(reversed(order)))
+        for name in order:
+            changed = draw.random() < 0.5
+            expected.append([held[name]])
+            lane.compute(partial(look, source.open(name), float(changed)))
+            held[name] += changed
+            source.close(name, changed)
+        source.commit()
+        assert {name: float(flat.unique()) for name, flat in source.peek()} == held
+    lane.mark_compute().synchronize()
+    source.shutdown()
+    assert seen == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import CampaignConfig, validate
 from trainer.config.load import lay_over
-from trainer.errors import StalledError, StopRequested
+from trainer.errors import CheckpointError, StalledError, StopRequested
 from trainer.experience.pool import Pool
 from trainer.learn.learner import Learner
 from trainer.metrics import RunWriter, read_lines
@@ -213,6 +214,28 @@ def test_a_learner_that_dies_anywhere_goes_on_to_the_same_bits(tmp_path: Path, c
     stage.check_replay(weights_sha256(third.crew.learner.policy))
 
 
+def test_a_checkpoint_that_is_not_of_this_pool_is_refused(tmp_path: Path) -> None:
+    from sqlalchemy import text
+
+    stage, wish = Stage(tmp_path), StopWish()
+    first = stage.schedule(wish)
+    step: Callable[..., Any] = first.crew.learner.step
+
+    def asked(groups: Any, number: int) -> Any:
+        wish.signal_name = "SIGTERM" if number == 2 else None
+        return step(groups, number)
+
+    first.crew.learner.step = asked  # type: ignore[method-assign]
+    with pytest.raises(StopRequested):
+        stage.run(first)
+    shutil.rmtree(stage.directory / "checkpoints")
+    pool = stage.pool("test")
+    pool.database.write(lambda session: session.execute(text("UPDATE steps SET version_after = 9 WHERE step = 2")))
+    pool.close()
+    with pytest.raises(CheckpointError, match=r"step 2 of the consumption log led from version 2 to 9.*not of this pool"):
+        stage.schedule().run()
+
+
 def test_a_wish_to_stop_writes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
     stage, wish = Stage(tmp_path), StopWish()
     first = stage.schedule(wish)
@@ -257,6 +280,20 @@ def test_alarms_are_events_with_value_and_threshold(tmp_path: Path) -> None:
     events = [event for event in read_lines(stage.directory / "events.jsonl") if event["kind"] == "alarm"]
     assert {event["signal"] for event in events} == {"effective_sample_fraction", "lag"}
     assert all(event["threshold"] and event["step"] for event in events)
+
+
+def test_an_alarm_is_told_once_for_each_time_that_it_strikes(tmp_path: Path) -> None:
+    schedule = Stage(tmp_path).schedule()
+    bound = schedule.train.alarms.lag_fraction * LAG
+    rates = [*[10.0] * 20, 1.0, 1.0, 10.0, 1.0]  # the first say what is usual
+    for step, rate in enumerate(rates, start=1):
+        lag = 0.0 if step == 3 else bound + 1 if step < 6 else bound
+        schedule._alarms(step, {"throughput/samples_per_second": rate, "lag/mean": lag})
+    schedule.pool.close()
+    told = [
+        (event["signal"], event["step"]) for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "alarm"
+    ]
+    assert told == [("lag", 1), ("lag", 4), ("throughput", 21), ("throughput", 24)]
 
 
 def test_the_lag_histogram_adds_up() -> None:
