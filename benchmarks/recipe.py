@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from trainer.config import as_tree, load_config
@@ -65,7 +64,8 @@ def measure(name: str, folder: Path, steps: int) -> dict[str, Any]:
     if name == "async":
         found["lag_max"] = max(m["lag/max"] for m in lines if "lag/max" in m)
         found["lag_bound"] = config.train.sync.max_policy_update_lag
-        found["wait_fraction"] = mean(m["pool/wait_fraction"] for m in lines if "pool/wait_fraction" in m)
+        steps = [(m["pool/wait_fraction"], m["time/step_seconds"]) for m in lines if "pool/wait_fraction" in m]
+        found["wait_fraction"] = sum(share * seconds for share, seconds in steps) / sum(seconds for _, seconds in steps)
     return found
 
 

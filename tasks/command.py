@@ -96,7 +96,8 @@ def main(arguments: list[str]) -> int:
     try:
         config = read_config(options.config or options.workspace / "params.yaml")
         limit_threads(config)
-        return_blocks()
+        if options.stage == "train":  # whose memory is planned; the others would only pay in time
+            return_blocks()
         stop_on_signals()
         if FLOW_PID in os.environ:
             die_with_parent(lambda: os.getppid() == int(os.environ[FLOW_PID]))

@@ -59,7 +59,9 @@ from trainer.types import Completion, Group, Prompt, Sample, Verdict
 T = TypeVar("T")
 Denial = Literal["full", "lag", "done"]
 _LONG_WAIT_SECONDS = 1.0
+_GROUPS_PUT_AT_ONCE, _GAP_SECONDS = 16, 0.003
 _JSON = ("parts", "statuses")
+_APART = {"synchronize_session": False}  # no row of the session is touched by the statement
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Pool:
         return rows, None if rows else "done"
 
     def deliver(self, delivered: Sequence[tuple[Order, Group]]) -> list[Order]:
-        """Put judged groups in, all at once.
+        """Put judged groups in, some at a time, so that nobody waits long for the lock.
 
         Args:
             delivered: orders of one `take_orders`, each with its group.
@@ -250,6 +252,18 @@ class Pool:
         Returns:
             The orders that were somebody else's by now, because their lease had ended; their samples are counted as late.
         """
+        late: list[Order] = []
+        for first in range(0, len(delivered), _GROUPS_PUT_AT_ONCE):
+            if first and not self.postgresql:
+                time.sleep(_GAP_SECONDS)  # SQLite's lock has no queue
+            late += self._put(delivered[first : first + _GROUPS_PUT_AT_ONCE])
+        return late
+
+    def _put(self, delivered: Sequence[tuple[Order, Group]]) -> list[Order]:
+        values_of = {  # made before the lock is held
+            order.group_id: [_sample_values(order.group_id, position, s) for position, s in enumerate(group.samples)]
+            for order, group in delivered
+        }
 
         def put(session: Session) -> list[Order]:
             now, late, values = self._now(session), [], []
@@ -266,7 +280,7 @@ class Pool:
                     continue
                 row.state, row.lease_until = READY, 0.0
                 row.version = min(sample.completion.policy_version for sample in group.samples)
-                values += [_sample_values(order.group_id, position, s) for position, s in enumerate(group.samples)]
+                values += values_of[order.group_id]
             session.flush()
             if values:
                 session.execute(insert(SampleRow), values)
@@ -302,13 +316,13 @@ class Pool:
                 return tuple(again)
             now = self._sweep(session, None)
             self._drop_stale(session, min_version, now)
-            query = select(GroupRow).where(GroupRow.state == READY, GroupRow.stage == stage).order_by(GroupRow.ordinal)
-            rows = session.scalars(query.limit(num_groups).with_for_update(skip_locked=True)).all()
-            if len(rows) < num_groups:
+            query = select(GroupRow.id).where(GroupRow.state == READY, GroupRow.stage == stage).order_by(GroupRow.ordinal)
+            ids = session.scalars(query.limit(num_groups).with_for_update(skip_locked=True)).all()
+            if len(ids) < num_groups:
                 return None
-            for row in rows:
-                row.state, row.owner, row.token, row.lease_until = LEARNING, self.worker, token, now + self.lease_seconds
-            return tuple(row.id for row in rows)
+            mine = {"state": LEARNING, "owner": self.worker, "token": token, "lease_until": now + self.lease_seconds}
+            session.execute(update(GroupRow).where(GroupRow.id.in_(ids)).values(**mine), execution_options=_APART)
+            return tuple(ids)
 
         ids = self._write(take)
         return None if ids is None else Claim(token, ids, self.groups(ids))
@@ -331,11 +345,11 @@ class Pool:
             if done is not None:
                 return done.token == claim.token
             held = (GroupRow.id.in_(claim.group_ids)) & (GroupRow.token == claim.token) & GroupRow.state.in_((LEARNING, READY))
-            mine = session.scalars(select(GroupRow).where(held).with_for_update()).all()
+            mine = session.scalars(select(GroupRow.id).where(held).with_for_update()).all()
             if len(mine) != len(claim.group_ids):
                 return False
-            for row in mine:
-                row.state, row.lease_until = CONSUMED, 0.0
+            used = update(GroupRow).where(GroupRow.id.in_(mine)).values(state=CONSUMED, lease_until=0.0)
+            session.execute(used, execution_options=_APART)
             positions = enumerate(claim.group_ids)
             session.add(StepRow(step=step, version_before=version_before, version_after=version_after, token=claim.token))
             session.execute(insert(ConsumptionRow), [{"step": step, "position": p, "group_id": g} for p, g in positions])

@@ -50,6 +50,7 @@ from trainer.schedule.terms import LEARNER, POLICIES, make_terms, open_database,
 from trainer.types import Group, Request, derive_seed
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.03
+_READ_SECONDS = 0.1  # between two looks for groups that can be read while the learner learns
 _CLAIM_SECONDS = 0.5  # while too few groups are ready, claims (which bring back and drop) are tried so often
 _HURRY_SECONDS = 5.0  # of silence, from which a sampler is ended when the run is to stop and cannot because of a lock
 
@@ -205,8 +206,12 @@ class AsyncSchedule(SyncSchedule):
         before = learner.version
         with clock("learn"), ThreadPoolExecutor(1, "read-ahead") as reader:
             self._say("learning", step)
-            ahead = reader.submit(self.pool.read_ahead, 2 * self.terms.groups_per_step, position.index)
-            stats = learner.step(claim.groups, step)
+            learnt = threading.Event()
+            ahead = reader.submit(self._read_ahead, learnt, position.index)
+            try:
+                stats = learner.step(claim.groups, step)
+            finally:
+                learnt.set()
             ahead.result()
         with clock("log"):
             self.pool.consume(claim, step, before, stats.version)
@@ -217,6 +222,13 @@ class AsyncSchedule(SyncSchedule):
         seconds = sum(clock.seconds.values())
         metrics["pool/wait_fraction"] = (self.pool.database.spent_seconds - spent - self.unready_seconds) / seconds
         return metrics | self._pool_metrics()
+
+    def _read_ahead(self, learnt: threading.Event, stage: int) -> None:
+        """Read what the samplers deliver until the step is learnt."""
+        while True:
+            self.pool.read_ahead(2 * self.terms.groups_per_step, stage)
+            if learnt.wait(_READ_SECONDS):
+                return
 
     def _begin(self, step: int) -> StagePosition:
         position = locate(self.train.stages, step)
