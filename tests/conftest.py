@@ -21,5 +21,6 @@ pytest_plugins = ["tests.browser", "tests.postgresql"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives tests of real processes a second try; the summary says which needed it. A fault that lasts still fails."""
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("smoke", "vllm", "deepspeed")):
+        starts_processes = "reward" in item.path.parts or any(item.get_closest_marker(m) for m in ("smoke", "vllm", "deepspeed"))
+        if starts_processes:
             item.add_marker(pytest.mark.flaky(reruns=1))
