@@ -45,15 +45,14 @@ from tasks.command import limit_threads
 from tasks.registry import get_stage
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
-from trainer.anchors.guard import AnchorGuard, spread
+from trainer.anchors.guard import AnchorGuard, exact_kls, spread
 from trainer.anchors.scorer import Voice
 from trainer.anchors.store import Origin, Settings, build_anchors, choose_prompts, open_anchors
 from trainer.config import CampaignConfig, load_config
 from trainer.files import read_manifest, write_json, write_manifest, write_text
 from trainer.learn.batch import split_micro_batches
-from trainer.learn.kl import full_kl
 from trainer.metrics import EVENTS, METRICS, read_lines
-from trainer.policy.forward import TokenPair, completion_logits, completion_logprobs, scoring, tempered_logits
+from trainer.policy.forward import TokenPair, completion_logprobs
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.types import Completion, Prompt, Request, Sample, SamplingParams, derive_seed
 
@@ -118,16 +117,10 @@ class Look:
 
 def exact_estimate(guard: AnchorGuard, voice: Voice, pairs: Sequence[TokenPair]) -> Estimate:
     """Return the KL over the whole vocabulary at the states of some completions."""
-    temperature, policy = guard.train.sampling.temperature, guard.learner.policy.model
     sums, lengths = torch.zeros(len(pairs), dtype=torch.float64), torch.tensor([float(len(c)) for _, c in pairs])
-    with scoring(policy), scoring(voice.model):
-        theirs = completion_logits(voice.model, pairs, pad_token_id=0)
-        for mine in completion_logits(policy, pairs, pad_token_id=0):
-            with voice.switched():
-                other = next(theirs)
-            kl_N = full_kl(tempered_logits(mine.logits_NV, temperature), tempered_logits(other.logits_NV, temperature))
-            which = torch.tensor([index for index in mine.indices for _ in pairs[index][1]])
-            sums.index_add_(0, which, kl_N.double())
+    for indices, kl_N in exact_kls(guard.learner.policy.model, voice, pairs, guard.train.sampling.temperature):
+        which = torch.tensor([index for index in indices for _ in pairs[index][1]])
+        sums.index_add_(0, which, kl_N.double())
     return Estimate.of(sums, lengths.double())
 
 

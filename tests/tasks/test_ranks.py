@@ -36,12 +36,8 @@ from trainer.metrics import read_lines
 pytestmark = pytest.mark.smoke
 assert inputs  # a fixture
 
-# sgd: a rule that normalises would make the rounding of a step without signal as large as a step
-SHARDED: dict[str, Any] = {
+TWO_STAGES: dict[str, Any] = {
     "train": {
-        "method": "full",
-        "optimizer": {"kind": "stateless", "rule": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
-        "memory": {"weights": "sharded"},
         "heartbeat": {"warmup_steps": 2},
         "stages": [{"name": "first", "steps": 3, "sources": ["plus"]}, {"name": "second", "steps": 2, "sources": ["minus"]}],
         "heldout": {"every_steps": 2},
@@ -50,6 +46,17 @@ SHARDED: dict[str, Any] = {
     "anchors": {"refresh_every": 2, "audit_every": 2, "audit_samples": 8},
     "preflight": {"num_prompts": 2},
 }
+# sgd: a rule that normalises would make the rounding of a step without signal as large as a step
+SHARDED = lay_over(
+    TWO_STAGES,
+    {
+        "train": {
+            "method": "full",
+            "optimizer": {"kind": "stateless", "rule": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
+            "memory": {"weights": "sharded"},
+        }
+    },
+)
 
 
 COMPARED = ("loss/total", "reward/mean", "kl/mean", "grad/norm", "update/relative", "heldout/accuracy", "anchors/audit_exact")
@@ -57,7 +64,10 @@ COMPARED = ("loss/total", "reward/mean", "kl/mean", "grad/norm", "update/relativ
 
 def over(ranks: int, difference: dict[str, Any] | None = None) -> Any:
     return campaign(
-        lay_over(lay_over(SHARDED, difference or {}), {"machine": {"ranks": ranks, "threads": ranks, "device": "cpu"}})
+        lay_over(
+            lay_over(SHARDED, difference or {}),
+            {"machine": {"ranks": ranks, "threads": ranks, "device": "cpu"}},
+        )
     )
 
 

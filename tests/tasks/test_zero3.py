@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.tasks.test_ranks import meanwhile, metrics, ranks_of, told
+from tests.tasks.test_ranks import TWO_STAGES, meanwhile, metrics, ranks_of, told
 from tests.tasks.test_train import campaign, events, inputs, run_train
 from trainer.config.load import lay_over
 from trainer.errors import ConfigError, RankError
@@ -17,17 +17,7 @@ from trainer.errors import ConfigError, RankError
 pytestmark = pytest.mark.deepspeed
 assert inputs  # a fixture
 
-LORA: dict[str, Any] = {
-    "train": {
-        "lora": {"dropout": 0.0},
-        "heartbeat": {"warmup_steps": 2},
-        "stages": [{"name": "first", "steps": 3, "sources": ["plus"]}, {"name": "second", "steps": 2, "sources": ["minus"]}],
-        "heldout": {"every_steps": 2},
-        "checkpoints": {"every_steps": 2},
-    },
-    "anchors": {"refresh_every": 2, "audit_every": 2, "audit_samples": 8},
-    "preflight": {"num_prompts": 2},
-}
+LORA = lay_over(TWO_STAGES, {"train": {"lora": {"dropout": 0.0}}})
 COMPARED = ("loss/total", "reward/mean", "kl/mean", "grad/norm", "heldout/accuracy", "anchors/audit_exact", "policy/version")
 
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainer.anchors.recall import Recall
 from trainer.anchors.scorer import Voice
 from trainer.anchors.store import (
@@ -71,8 +73,10 @@ class Audit:
         return self.gap <= config.audit_absolute or self.relative <= config.audit_relative
 
 
-def exact_kl(policy: Any, voice: Voice, pairs: Sequence[TokenPair], temperature: float) -> float:
-    """Return mean KL(policy || reference) over the whole vocabulary, per completion token.
+def exact_kls(
+    policy: Any, voice: Voice, pairs: Sequence[TokenPair], temperature: float
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield KL(policy || reference) over the whole vocabulary, a batch at a time: indices of its pairs, and their tokens' kl_N.
 
     Args:
         policy: transformers model.
@@ -80,15 +84,21 @@ def exact_kl(policy: Any, voice: Voice, pairs: Sequence[TokenPair], temperature:
         pairs: (prompt ids, completion ids) whose states are looked at.
         temperature: of the sampling distribution.
     """
-    total, num_tokens = 0.0, 0
     with scoring(policy), scoring(voice.model):
         theirs = completion_logits(voice.model, pairs, pad_token_id=0)
         for mine in completion_logits(policy, pairs, pad_token_id=0):
             with voice.switched():
                 other = next(theirs)
             kl_N = full_kl(tempered_logits(mine.logits_NV, temperature), tempered_logits(other.logits_NV, temperature))
-            total += float(kl_N.sum())
-            num_tokens += len(kl_N)
+            yield mine.indices, kl_N
+
+
+def exact_kl(policy: Any, voice: Voice, pairs: Sequence[TokenPair], temperature: float) -> float:
+    """Return the mean of `exact_kls` per completion token."""
+    total, num_tokens = 0.0, 0
+    for _, kl_N in exact_kls(policy, voice, pairs, temperature):
+        total += float(kl_N.sum())
+        num_tokens += len(kl_N)
     return total / max(num_tokens, 1)
 
 

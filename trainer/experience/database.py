@@ -75,6 +75,7 @@ class Database:
         self.lost, self.waiting = lost or (lambda _: None), waiting or (lambda _: None)
         self.patience_seconds = 2 * deadline_seconds + _PATIENCE_SECONDS  # with a lock
         self._spent: dict[int, float] = {}  # seconds by thread
+        self._file = Path(make_url(url).database or "")  # SQLite's
         self._inode: int | None = None  # of an SQLite file, once it is open
         self.schema = "tithe_" + hashlib.sha256(key.encode()).hexdigest()[:16]
         self.engine = self._connect_postgresql() if is_postgresql(url) else self._connect_sqlite()
@@ -182,8 +183,7 @@ class Database:
         Raises:
             StalledError: it was removed, or another one lies there.
         """
-        file = Path(make_url(self.url).database or "")
-        if self._inode is None or (file.exists() and file.stat().st_ino == self._inode):
+        if self._inode is None or (self._file.exists() and self._file.stat().st_ino == self._inode):
             return
         raise StalledError(
             f"the experience pool ({self.where})",
@@ -202,7 +202,7 @@ class Database:
         if is_postgresql(self.url):
             return ""
         try:
-            inode = Path(f"{make_url(self.url).database}-shm").stat().st_ino
+            inode = Path(f"{self._file}-shm").stat().st_ino
             lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         except FileNotFoundError:
             return ""
@@ -229,7 +229,7 @@ class Database:
             raise
         finally:
             connection.close()
-        log = Path(f"{make_url(self.url).database}-wal")
+        log = Path(f"{self._file}-wal")
         if busy and log.exists():
             with open(log, "rb") as file:
                 os.fsync(file.fileno())
@@ -242,7 +242,7 @@ class Database:
             return
         self.engine.dispose()
         self._inode = None
-        file = Path(make_url(self.url).database or "")
+        file = self._file
         for path in (file, file.with_name(file.name + "-wal"), file.with_name(file.name + "-shm")):
             path.unlink(missing_ok=True)
 

@@ -110,6 +110,20 @@ class Stage:
         writer = RunWriter(self.directory / "samplers" / name)
         return SamplerLoop(name, self.config, self.pool(name), follower, book, Judging(Words(), Thirds(), (EOS,)), writer)
 
+    def run_until_asked(self, number: int) -> None:
+        """Run until somebody asks to stop in a step."""
+        wish = StopWish()
+        schedule = self.schedule(wish)
+        step: Callable[..., Any] = schedule.crew.learner.step
+
+        def asked(groups: Any, now: int) -> Any:
+            wish.signal_name = "SIGTERM" if now == number else None
+            return step(groups, now)
+
+        schedule.crew.learner.step = asked  # type: ignore[method-assign]
+        with pytest.raises(StopRequested, match="SIGTERM"):
+            self.run(schedule)
+
     def run(self, schedule: AsyncSchedule, name: str = "s0", begin_at: Path | None = None) -> None:
         """Run a schedule, and a sampler in a thread that begins when a file is there."""
         loop = self.sampler(name)
@@ -217,17 +231,8 @@ def test_a_learner_that_dies_anywhere_goes_on_to_the_same_bits(tmp_path: Path, c
 def test_a_checkpoint_that_is_not_of_this_pool_is_refused(tmp_path: Path) -> None:
     from sqlalchemy import text
 
-    stage, wish = Stage(tmp_path), StopWish()
-    first = stage.schedule(wish)
-    step: Callable[..., Any] = first.crew.learner.step
-
-    def asked(groups: Any, number: int) -> Any:
-        wish.signal_name = "SIGTERM" if number == 2 else None
-        return step(groups, number)
-
-    first.crew.learner.step = asked  # type: ignore[method-assign]
-    with pytest.raises(StopRequested):
-        stage.run(first)
+    stage = Stage(tmp_path)
+    stage.run_until_asked(2)
     shutil.rmtree(stage.directory / "checkpoints")
     pool = stage.pool("test")
     pool.database.write(lambda session: session.execute(text("UPDATE steps SET version_after = 9 WHERE step = 2")))
@@ -237,17 +242,8 @@ def test_a_checkpoint_that_is_not_of_this_pool_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_wish_to_stop_writes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
-    stage, wish = Stage(tmp_path), StopWish()
-    first = stage.schedule(wish)
-    step: Callable[..., Any] = first.crew.learner.step
-
-    def asked(groups: Any, number: int) -> Any:
-        wish.signal_name = "SIGTERM" if number == 4 else None
-        return step(groups, number)
-
-    first.crew.learner.step = asked  # type: ignore[method-assign]
-    with pytest.raises(StopRequested, match="SIGTERM"):
-        stage.run(first)
+    stage = Stage(tmp_path)
+    stage.run_until_asked(4)
     assert (stage.directory / "checkpoints" / "step_000004").is_dir()
     second = stage.schedule()
     stage.run(second)
