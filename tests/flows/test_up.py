@@ -141,8 +141,9 @@ import os, signal
 from flows import guard
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 guard.GRACE_SECONDS = 0.1
+parent = os.getppid()  # before it may be killed
 print(os.getpid(), flush=True)
-guard.kill_after(os.getppid(), leaves_children=False)
+guard.kill_after(parent, leaves_children=False)
 """
 
 
