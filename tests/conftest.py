@@ -21,6 +21,6 @@ pytest_plugins = ["tests.browser", "tests.postgresql"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives tests of real processes a second try; the summary says which needed it. A fault that lasts still fails."""
     for item in items:
-        starts_processes = "reward" in item.path.parts or any(item.get_closest_marker(m) for m in ("smoke", "vllm", "deepspeed"))
-        if starts_processes:
+        marked = any(item.get_closest_marker(marker) for marker in ("smoke", "vllm", "deepspeed"))
+        if marked or "reward" in item.path.parts or (isinstance(item, pytest.Function) and hasattr(item.module, "subprocess")):
             item.add_marker(pytest.mark.flaky(reruns=1))
