@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer.processes import free_port
 
 
 def postgresql_programs() -> Path | None:
@@ -40,12 +41,10 @@ def postgresql_url() -> Iterator[str]:
     run: dict[str, Any] = {**as_user, "cwd": directory, "capture_output": True, "text": True}
     made = subprocess.run([programs / "initdb", "-D", data, "-U", "tithe", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
     assert made.returncode == 0, made.stderr
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
     with open(directory / "log", "wb") as log:
-        arguments = [programs / "pg_ctl", "-D", data, "-w", "-t", "60", "-o", settings, "start"]
+        arguments = [programs / "pg_ctl", "-D", data, "-w", "-t", "300", "-o", settings, "start"]
         started = subprocess.run(arguments, **as_user, cwd=directory, stdout=log, stderr=log)
     assert started.returncode == 0, (directory / "log").read_text()
     try:

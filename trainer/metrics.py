@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class RunWriter:
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         self.directory = directory
+        self._beating = threading.Lock()  # whoever waits for the pool gives signs of life, also beside the main thread
         directory.mkdir(parents=True, exist_ok=True)
         for path in (directory / METRICS, directory / EVENTS):
             if resume_step == 0:
@@ -106,7 +108,7 @@ class RunWriter:
         pid = int(os.environ.get(STAGE_PID) or os.getpid())
         beat = {"time": time.time(), "pid": pid, "step": step, "total": total, "doing": doing}
         temporary = self.directory / f".{HEARTBEAT}.tmp"
-        with disk_full_is_named(temporary):
+        with self._beating, disk_full_is_named(temporary):
             temporary.write_text(json.dumps(beat))
             os.replace(temporary, self.directory / HEARTBEAT)
 

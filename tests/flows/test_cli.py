@@ -114,7 +114,7 @@ def test_resume_names_the_runs_that_there_are(tiny: Any) -> None:
 
 @pytest.mark.smoke
 def test_status_resume_and_busy(tiny: Any, eventually: Any) -> None:
-    tiny.plan(seconds=0.3, steps=30)
+    tiny.plan(seconds=0.3, steps=10_000)
     process = tiny.start("--plain", "--no-tracking")
     tiny.wait_for_step(2)
     command = [word for word in tiny.command() if word != "--no-fork"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -187,6 +188,10 @@ class Trial:
             assert time.monotonic() < end, (self.root / "log").read_text()
             time.sleep(pause_seconds)
 
+    def freeze(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        self.wait(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
     def sampler_pid(self, name: str = "s0") -> int | None:
         pool = self.pool()
         try:
@@ -330,7 +335,7 @@ def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(
     with trial.held_at_step(2):
         pid = trial.sampler_pid()
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        trial.freeze(pid)  # while it holds no lock
     trial.finish()
     trial.check_log()
     events = [event for event in trial.events("restart") if event["pid"] == pid]
@@ -459,7 +464,7 @@ def test_a_second_learner_on_a_pool_is_refused_by_name(make_trial: Callable[...,
     trial, other = make_trial(shared), make_trial(shared)
     first = trial.start()
     with trial.held_at_step(2):  # so it holds no lock
-        os.kill(first.pid, signal.SIGSTOP)
+        trial.freeze(first.pid)
     second = other.start()
     assert second.wait(600) == BusyError.exit_code, other.log()
     assert f"has a learner already: process {first.pid} on" in other.log()

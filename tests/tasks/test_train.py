@@ -615,7 +615,8 @@ def test_killed_inside_and_around_refreshes_it_ends_at_the_same_bits(
 
 @pytest.mark.smoke
 def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path], tmp_path: Path) -> None:
-    root = make_workspace(tmp_path / "stopped", inputs, campaign())
+    long = {"train": {"stages": [{"name": "first", "steps": 500}]}}
+    root = make_workspace(tmp_path / "stopped", inputs, campaign(long))
     with stage_process(root) as process:
         wait_for_step(process, root, 0)
         process.terminate()

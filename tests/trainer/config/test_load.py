@@ -316,7 +316,7 @@ except ConfigError as error:
     print(error)
 print(sorted({"torch", "transformers", "peft", "numpy", "prefect", "mlflow", "dvc", "datasets"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines()[1] == "[]"
     assert "did you mean 'group_size'?" in done.stdout
 
@@ -328,7 +328,7 @@ def test_a_stage_with_a_wrong_configuration_ends_with_code_2(tmp_path: Path) -> 
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: surprise = 1: unknown key")

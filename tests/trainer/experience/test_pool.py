@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from tests.trainer.experience.kit import PROMPTS, fill, group_for, take
+from tests.trainer.experience.kit import PROMPTS, expire, fill, group_for, take
 from trainer.errors import BusyError, ConfigError, StalledError
 from trainer.experience.database import Database, is_postgresql
 from trainer.experience.pool import Pool
@@ -76,21 +76,22 @@ def test_samples_older_than_the_bound_are_dropped_counted_and_ordered_anew(open_
 
 
 def test_a_dead_samplers_groups_come_back_when_their_lease_ends(open_pool: Open) -> None:
-    dead, alive = open_pool("s0", lease_seconds=0.2), open_pool("s1")
+    dead, alive = open_pool("s0"), open_pool("s1")
     lost = take(dead, 2).orders
-    assert [order.ordinal for order in take(alive, 1).orders] == [2]
-    time.sleep(0.3)
+    [held] = take(alive, 1).orders
+    assert held.ordinal == 2
+    assert alive.deliver([(held, group_for(held))]) == []
+    expire(dead)
     again = take(alive, 2).orders
     assert [order.group_id for order in again] == [order.group_id for order in lost]
     assert [order.attempt for order in again] == [2, 2]
 
 
 def test_a_renewed_lease_holds(open_pool: Open) -> None:
-    slow, other = open_pool("s0", lease_seconds=0.6), open_pool("s1")
+    slow, other = open_pool("s0"), open_pool("s1")
     take(slow, 1)
-    for _ in range(4):
-        time.sleep(0.2)
-        slow.renew()
+    expire(slow)
+    slow.renew()
     assert [order.ordinal for order in take(other, 1).orders] == [1]
 
 
@@ -174,11 +175,11 @@ def test_a_killed_learners_claim_comes_back_and_counts_once(open_pool: Open) -> 
 
 
 def test_a_slow_learner_keeps_what_nobody_else_took(open_pool: Open) -> None:
-    sampler, learner = open_pool("s0"), open_pool("learner", lease_seconds=0.1)
+    sampler, learner = open_pool("s0"), open_pool("learner")
     fill(sampler, 2)
     claim = learner.claim(2, 0, 0)
     assert claim is not None
-    time.sleep(0.2)
+    expire(learner)
     sampler.sweep()
     learner.consume(claim, 1, 0, 1)
     learner.consume(claim, 1, 0, 1)  # asked again after a lost answer
@@ -231,7 +232,7 @@ def test_heartbeats_are_seen_and_forgotten(open_pool: Open) -> None:
     learner.beat("learner", "learning", 4)
     seen = {worker.id: worker for worker in learner.workers()}
     assert (seen["s0"].doing, seen["s0"].version, seen["s0"].facts) == ("sampling", 3, {"finished": 5})
-    assert 0 <= seen["s0"].age_seconds < 5
+    assert 0 <= seen["s0"].age_seconds < 120
     learner.forget_worker("s0")
     assert [worker.id for worker in learner.workers()] == ["learner"]
 
@@ -355,7 +356,7 @@ def test_three_processes_hand_out_and_use_every_group_once(open_pool: Open, url:
         step += 1
         learner.consume(claim, step, step - 1, step)
     for process in samplers:
-        process.join(30)
+        process.join(300)
     assert [process.exitcode for process in samplers] == [0, 0]
     used = Counter(group_id for s in learner.steps() for group_id in s.group_ids)
     assert len(used) == total

@@ -141,7 +141,7 @@ class Stage:
             schedule.run()
         finally:
             loop.parent_pid = -1
-            thread.join(60)
+            thread.join(300)
             assert not thread.is_alive()
 
     def check_log(self) -> None:
