@@ -19,8 +19,8 @@ import psycopg
 import pytest
 
 from flows.pool import Api
-from flows.server import addresses, answers, find_server, free_port, settings
-from flows.up import check_port
+from flows.server import ServerError, addresses, answers, find_server, free_port, settings
+from flows.up import Keeper, check_port
 from tasks.locks import Owner
 from trainer.errors import BusyError, ConfigError
 
@@ -54,6 +54,34 @@ def test_prefect_that_is_busy_for_a_moment_is_asked_again() -> None:
             server.shutdown()
             thread.join(120)
     assert not left
+
+
+class Ends:
+    """A server that has ended by the time that somebody looks."""
+
+    name, log, ended = "MLflow", Path("mlflow.log"), True
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_server_that_ends_is_started_again_five_times_in_ten_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    keeper, made = Keeper(), []
+
+    def make() -> Any:
+        made.append(Ends())
+        return made[-1]
+
+    keeper.start(make)
+    for _ in range(5):
+        keeper.look()
+    assert capsys.readouterr().out.count("MLflow ended by itself and is started again; see mlflow.log") == 5
+    with pytest.raises(ServerError, match=r"MLflow ended by itself, again; see mlflow\.log"):
+        keeper.look()
+    assert len(made) == 6
+    keeper._ended = [moment - 600.0 for moment in keeper._ended]
+    keeper.look()
+    assert len(made) == 7, "what is long ago does not count"
 
 
 def up(prefect_port: int, mlflow_port: int, **environment: str) -> subprocess.Popen[str]:
