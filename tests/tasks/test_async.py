@@ -26,6 +26,7 @@ from tasks.registry import get_stage
 from tasks.replay import replay_run
 from tasks.stage import run_stage
 from tasks.workspace import REPOSITORY, Workspace
+from tests.postgresql import PASSWORD
 from trainer.anchors.store import build_anchors
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
@@ -39,7 +40,7 @@ from trainer.schedule.terms import pool_url
 
 pytestmark = pytest.mark.smoke
 
-END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
+END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = current_user"
 STEPS, GROUPS, LAG = 16, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
@@ -389,8 +390,12 @@ def test_sigterm_ends_everything_in_order_with_a_checkpoint_and_the_run_goes_on(
     trial.check_log()
 
 
-def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., Trial], postgresql_url: str) -> None:
-    trial = make_trial({"train": {"pool": {"url": postgresql_url}}})
+def test_a_lost_database_connection_is_taken_up_again(
+    make_trial: Callable[..., Trial], guarded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the database's password stands in no file of the run."""
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    trial = make_trial({"train": {"pool": {"url": guarded_url}}})
     trial.start()
     for step in (2, 5, 8):
         with trial.held_at_step(step) as connection:
@@ -398,6 +403,9 @@ def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., 
     trial.finish()
     trial.check_log()
     assert replay_run(trial.workspace.run)["identical"]
+    written = [path for path in trial.root.rglob("*") if path.is_file()]
+    assert any(b"guarded@" in path.read_bytes() for path in written)
+    assert not [path for path in written if PASSWORD.encode() in path.read_bytes()]
 
 
 def test_a_pool_that_is_removed_under_a_run_ends_it_by_name_and_nothing_is_used_twice(make_trial: Callable[..., Trial]) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
+from tests.postgresql import PASSWORD
 from tests.trainer.experience.kit import PROMPTS, expire, fill, group_for, take
 from trainer.errors import BusyError, ConfigError, StalledError
 from trainer.experience.database import Database, is_postgresql
@@ -305,6 +306,23 @@ def test_a_pool_in_memory_is_refused() -> None:
 def test_a_database_that_is_not_there_is_named_after_the_deadline() -> None:
     with pytest.raises(StalledError, match=r"postgresql.*127\.0\.0\.1:9/none.*could not be written or read for 0 s"):
         Database("postgresql://tithe:secret@127.0.0.1:9/none", "k", 0.2)
+
+
+def test_a_password_comes_from_the_environment_and_a_wrong_one_is_no_outage(
+    guarded_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSFILE", str(tmp_path / "none"))
+    for password in (None, "wr0ng"):
+        monkeypatch.delenv("PGPASSWORD", raising=False)
+        if password is not None:
+            monkeypatch.setenv("PGPASSWORD", password)
+        with pytest.raises(ConfigError, match=r"train\.pool\.url = 'postgresql.*guarded@.*PGPASSWORD or in ~/\.pgpass") as error:
+            Database(guarded_url, str(tmp_path), 600.0)
+        assert "wr0ng" not in str(error.value)
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    pool = Pool(Database(guarded_url, str(tmp_path), 5.0), "run", PROMPTS, "s0", 60.0)
+    fill(pool, 2)
+    pool.close()
 
 
 def test_a_lost_connection_is_taken_up_again(open_pool: Open, url: str) -> None:
