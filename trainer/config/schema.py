@@ -390,6 +390,13 @@ class Memory(Section):
         """Whether processes share the weights."""
         return self.weights in ("sharded", "zero3")
 
+    def too_many_stay(self, num_layers: int) -> str:
+        """Return a sentence where more layers are to stay in memory than the model has; nothing elsewhere."""
+        if self.resident_layers <= num_layers:
+            return ""
+        key = f"train.memory.resident_layers = {self.resident_layers}"
+        return f"{key}: the model has {num_layers}, and where all of them stay nothing is saved; set fewer, or weights: resident"
+
 
 class Heartbeat(Section):
     """A layer whose gradient norm jumps stops the optimizer step before any weight has changed for good."""
