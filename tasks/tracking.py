@@ -90,9 +90,11 @@ class Cursor:
 
 def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
     """Return the metric lines that were not sent yet, and the cursor behind them."""
-    if not path.exists():
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
         return [], cursor
-    with open(path, "rb") as file:
+    with file:
         start, skip = cursor.offset, cursor.skip_until
         if start:
             file.seek(max(0, start - cursor.tail_bytes))

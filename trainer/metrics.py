@@ -34,9 +34,10 @@ def read_heartbeat(directory: Path) -> dict[str, Any] | None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a JSONL file; a last line cut off by a crash is left out."""
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:  # not yet, or a run that begins anew has just removed it
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines if line]
 
 

@@ -61,7 +61,7 @@ class Up:
         self.lines = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        eventually(lambda: self.said("Ctrl-C") or self.process.poll() is not None, 300)
+        eventually(lambda: self.said("Ctrl-C") or self.process.poll() is not None, 500)
         assert self.process.poll() is None, self.lines
 
     def _read(self) -> None:
