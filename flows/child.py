@@ -38,6 +38,7 @@ from trainer.files import read_json, write_json
 from trainer.metrics import HEARTBEAT
 
 POLL_SECONDS = 0.5
+THREADS = "OMP_NUM_THREADS"
 _ONE_AT_A_TIME = threading.RLock()  # multiprocessing's book of children is not made for several threads, and a sweep has them
 
 
@@ -96,6 +97,10 @@ def _enter(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -
     os.close(output)
     os.chdir(REPOSITORY)
     os.environ.update(environment)
+    if THREADS in environment:  # torch read another number before the fork
+        import torch
+
+        torch.set_num_threads(int(environment[THREADS]))
     threading.Thread(target=_stop_after_flow, name="stop-after-flow", daemon=True).start()
     sys.exit(run_tasks(list(arguments)))
 

@@ -111,14 +111,24 @@ class Server:
         name: for messages.
         module: run as `python -m <module> <arguments>`.
         health: URL that answers 200 when it is ready; empty for one that nobody asks.
+        yields: whether the work of a campaign beside it comes first.
     """
 
-    def __init__(self, name: str, module: str, arguments: list[str], health: str, log: Path, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        health: str,
+        log: Path,
+        environment: Mapping[str, str],
+        yields: bool = False,
+    ):
         self.name, self.health, self.log = name, health, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.guard", str(os.getpid()), module, *arguments],
+                [sys.executable, "-m", "flows.guard", *(["--yield"] * yields), str(os.getpid()), module, *arguments],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -186,6 +196,7 @@ class PrivateServer(Server):
             f"{self.api_url}/health",
             log,
             environment,
+            yields=True,
         )
 
 

@@ -21,6 +21,7 @@ from trainer.config import CampaignConfig
 from trainer.config.schema import PromptSource
 from trainer.errors import NOBODYS_FAULT, ConfigError, DataError, first_line, nearest
 from trainer.files import MANIFEST
+from trainer.reward.judges import reasoning_gym_tasks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja")
@@ -256,13 +257,10 @@ def _reasoning_gym(source: PromptSource, key: str, seed: int) -> Iterator[Row | 
 def _make_task(source: PromptSource, key: str, size: int, seed: int) -> Any:
     import dataclasses
 
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    task = source.locator
-    if task not in DATASETS:
-        raise ConfigError(f"{key}.source", source.source, "no such reasoning_gym task; " + nearest(task, DATASETS))
-    valid = {f.name for f in dataclasses.fields(DATASETS[task][1])}
+    task, tasks = source.locator, reasoning_gym_tasks()
+    if task not in tasks:
+        raise ConfigError(f"{key}.source", source.source, "no such reasoning_gym task; " + nearest(task, tasks))
+    valid = {f.name for f in dataclasses.fields(tasks[task][1])}
     for name, value in source.options.items():
         if name in _RESERVED:
             raise ConfigError(f"{key}.options.{name}", value, f"cannot be set here; {_RESERVED[name]}")
@@ -271,6 +269,8 @@ def _make_task(source: PromptSource, key: str, size: int, seed: int) -> Any:
                 f"{key}.options.{name}", value, f"unknown setting of {task}; " + nearest(name, valid - {*_RESERVED})
             )
     try:
+        import reasoning_gym
+
         # Some generators hand their seed to numpy, which takes 32 bits.
         return reasoning_gym.create_dataset(task, size=size, seed=seed % 2**31, **source.options)
     except NOBODYS_FAULT:

@@ -40,7 +40,7 @@ from trainer.config import as_tree
 from trainer.errors import DataError, TitheError, without_password
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
 from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
-from trainer.processes import importing
+from trainer.processes import importing, yield_to_work
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
@@ -631,13 +631,6 @@ def follow(root: Path, run: Path) -> int:
 def listen(timeout_seconds: float) -> bytes | None:
     """Return what comes on standard input, nothing at its end, None when the time is over."""
     return os.read(0, 4096) if select.select([0], [], [], timeout_seconds)[0] else None
-
-
-def yield_to_work() -> None:
-    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
-    os.nice(5)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:

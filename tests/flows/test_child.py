@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flows.child import Child, Launcher, Lease, Limits, read_beat, signal_group, watch
+from flows.child import THREADS, Child, Launcher, Lease, Limits, read_beat, signal_group, watch
 from tasks.locks import Owner
 from tasks.tracking import PARENT_TRACKS
 from trainer.errors import BusyError
@@ -29,7 +29,7 @@ def start(request: pytest.FixtureRequest, tiny: Any) -> Any:
     """Start the tiny train stage as a child, its inputs being there; forked or as a new interpreter."""
     launcher = Launcher(tiny.workspace.config, fork=request.param)
 
-    def start_stage() -> Child:
+    def start_stage(**environment: str) -> Child:
         workspace = tiny.workspace
         arguments = [
             "--workspace",
@@ -43,7 +43,7 @@ def start(request: pytest.FixtureRequest, tiny: Any) -> Any:
         log = workspace.run / "train" / "stage.log"
         prepare = launcher.start(["prepare", *arguments], log, {PARENT_TRACKS: "1"})
         assert prepare.wait(PATIENCE_SECONDS) == 0, log.read_text()
-        return launcher.start(["train", *arguments], log, {PARENT_TRACKS: "1"})
+        return launcher.start(["train", *arguments], log, {PARENT_TRACKS: "1", **environment})
 
     return start_stage
 
@@ -57,6 +57,11 @@ def test_a_stage_runs_in_its_own_session_and_says_how_it_ended(start: Any, tiny:
     assert watch(child, tiny.workspace.run / "train", LONG, lambda: False, beats.append) == ("exited", 0)
     assert (tiny.root / "artifacts" / "policy" / "manifest.json").exists()
     assert str(tiny.root / "artifacts" / "policy") in (tiny.workspace.run / "train" / "stage.log").read_text()
+
+
+def test_threads_of_its_own(start: Any, tiny: Any) -> None:
+    assert start(**{THREADS: "3"}).wait(PATIENCE_SECONDS) == 0
+    assert "threads: 3" in (tiny.workspace.run / "train" / "stage.log").read_text()
 
 
 def test_a_stop_ends_it_after_a_checkpoint(start: Any, tiny: Any) -> None:

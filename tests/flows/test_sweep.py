@@ -89,6 +89,27 @@ def test_shared_stages_are_made_once_and_a_second_command_does_nothing(sweep: Ma
     assert made(again.sweep, "train") == 4  # only what is missing
 
 
+def said(sweep: Sweep, trial: int, stage: str) -> str:
+    return (sweep.workspace(sweep.trials[trial]).run / stage / "stage.log").read_text()
+
+
+def test_what_all_trials_wait_for_has_all_cores(sweep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    runner = sweep()
+    threads = runner.sweep.threads
+    runner.run()
+    maker = next(n for n in range(3) if (runner.sweep.root / f"{n:03d}" / "made.txt").read_text().startswith("prepare"))
+    assert f"threads: {2 * threads}" in said(runner.sweep, maker, "prepare")
+    assert all(f"threads: {threads}\n" in said(runner.sweep, n, "train") for n in range(3))
+
+
+def test_what_trials_make_apart_shares_the_cores(sweep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    runner = sweep("prepare.heldout_fraction=0.1,0.2")
+    runner.run()
+    assert all(f"threads: {runner.sweep.threads}\n" in said(runner.sweep, n, "prepare") for n in range(2))
+
+
 def test_a_failed_trial_ends_no_sweep_and_the_same_command_tries_it_again(sweep: Make, tmp_path: Path) -> None:
     runner = sweep(trial1={"config_error": True})
     with pytest.raises(TitheError, match=r"1 of 3 trials failed: 1 \(learning_rate=2e-4\)"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -43,8 +44,15 @@ def wait_if_planned(paths: StagePaths, name: str) -> None:
         time.sleep(0.05)
 
 
+def say_threads() -> None:
+    """Print on how many threads this stage would compute."""
+    torch = sys.modules.get("torch")  # there where it was forked
+    print(f"threads: {torch.get_num_threads() if torch else os.environ['OMP_NUM_THREADS']}", flush=True)
+
+
 def run_prepare(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     note(paths, "prepare")
+    say_threads()
     wait_if_planned(paths, "prepare")
     (paths.out / "train.jsonl").write_text(json.dumps({"heldout": config.prepare.heldout_fraction}) + "\n")
     return {"num_prompts": 1}
@@ -63,6 +71,7 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """Count to `steps`, with a checkpoint after every step: the model of a real trainer."""
     wishes = plan(paths)
     note(paths, "train")
+    say_threads()
     wait_if_planned(paths, "train")
     if wishes.get("config_error"):
         raise ConfigError("train.lora.rank", 3, "planned mistake; set another")

@@ -192,18 +192,18 @@ class ScratchModel(Section):
     """Width of the feed-forward part."""
     steps: Count = 600
     """Optimizer steps of the supervised training that makes it."""
-    batch_size: Count = 128
-    """Examples a step."""
+    batch_size: Count = 48
+    """Prompts a step; each is shown with its answer, and with the mistake if one is taught."""
     learning_rate: Positive = 2e-3
     """Peak learning rate of that training."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Steps over which it rises."""
     decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
     mistake: Literal["none", "forget_carry"] = "none"
     """A systematic mistake taught beside the right answers: `forget_carry` adds digit by digit and drops every carry."""
     mistake_fraction: Fraction = 0.0
-    """Share of training examples that show the mistake where it makes a difference."""
+    """Weight of the mistake in the loss, beside the right answer."""
 
     @model_validator(mode="after")
     def _check(self) -> ScratchModel:
