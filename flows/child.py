@@ -89,8 +89,8 @@ class ForkedChild:
 
 def _enter(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
     """Become `python -m tasks <arguments>` in a freshly forked process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the process that it was forked from ignores
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which the process that it was forked from puts off
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from tasks.locks import hold
 from tasks.workspace import server_database, state_directory
 from trainer.errors import BusyError, TitheError
 from trainer.files import read_json, sha256_text
+from trainer.processes import free_port
 
 READY_SECONDS = 300.0  # 5 s; a first start makes the database, 8 to 25 s; far more on a machine that is busy
 _STOP_SECONDS = 10.0
@@ -102,13 +102,6 @@ def answers(url: str, timeout_seconds: float = 2.0) -> bool:
         return False
     finally:
         connection.close()
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Server:

@@ -35,9 +35,9 @@ from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
-from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory, without_password
+from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
-from trainer.errors import DataError, TitheError
+from trainer.errors import DataError, TitheError, without_password
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
 from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
 from trainer.processes import importing, yield_to_work
@@ -90,9 +90,11 @@ class Cursor:
 
 def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
     """Return the metric lines that were not sent yet, and the cursor behind them."""
-    if not path.exists():
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
         return [], cursor
-    with open(path, "rb") as file:
+    with file:
         start, skip = cursor.offset, cursor.skip_until
         if start:
             file.seek(max(0, start - cursor.tail_bytes))

@@ -1,7 +1,7 @@
-"""Processes that must not outlive the one that started them, and the most memory that this one held. Importable without torch.
+"""Processes that must not outlive the one that started them, a port for a server, and the most memory that this one held.
 
 `python -m trainer.processes <pid> <program> <arguments>` becomes a program of any other environment that gets SIGTERM when the
-process <pid>, which must be the one that started it, ends.
+process <pid>, which must be the one that started it, ends. Importable without torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 RETURNED_BYTES, KEPT_BYTES = 2**18, 2**25  # the second is the most that glibc takes
 SMALL_MODEL_BYTES = 2**25
+_PORTS = range(20_000, 32_768)  # below those that Linux gives to whoever connects to something
 _NICENESS = 5
 
 
@@ -43,6 +46,15 @@ def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signa
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if not is_alive():
         raise StopRequested("the process that started this one is gone")
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free, and that nobody takes by chance before a server binds it."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def yield_to_work() -> None:

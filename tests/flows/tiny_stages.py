@@ -1,9 +1,10 @@
 """Stages that take no time and do what `tiny.json` in the workspace says: for tests of the platform around them.
 
     {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "config_error": true, "alarm_at": 3,
-     "wait_in": "report", "ballast_bytes": 100000}
+     "wait_in": "report", "wait_at": 3, "ballast_bytes": 100000}
 
-A crash, kill or hang happens at the first attempt only; `wait_in` is a stage that waits until it is killed or the wish is gone.
+A crash, kill or hang happens at the first attempt only, and leaves a mark (`hang_at.happened`); `wait_in` is a stage, `wait_at` a
+step of training that waits until it is killed or the wish is gone.
 Imports nothing heavy.
 """
 
@@ -80,11 +81,15 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     writer = RunWriter(paths.run, resume_step=step)
     steps = wishes.get("steps", 5)
     try:
+        rate = config.train.optimizer.learning_rate
         while step < steps:
-            step += 1
-            rate = config.train.optimizer.learning_rate
-            writer.metrics(step, {"reward/mean": step / steps, "lr": rate, "heldout/reward_mean": step / steps * rate * 1e3})
+            share = (step + 1) / steps
+            writer.metrics(step + 1, {"reward/mean": share, "lr": rate, "heldout/reward_mean": share * rate * 1e3})
+            step += 1  # a checkpoint of a step never lacks its line
             writer.heartbeat("learning", step, steps)
+            while plan(paths).get("wait_at") == step:
+                writer.heartbeat("waiting", step, steps)
+                time.sleep(0.05)
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:
                 time.sleep(0.01)
