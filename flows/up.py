@@ -23,18 +23,18 @@ from types import FrameType
 import httpx
 
 from flows.flow_runs import at_work, settle
-from flows.pool import POOL, Api, device_slots, register, requeue, set_up
+from flows.pool import DECLARED, POOL, Api, KeptSchedules, device_slots, register, requeue, set_up, skip_missed
 from flows.server import Server, ServerError, addresses_file, initialised_marker, private_server, settings
 from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root, own_store
 from tasks.workspace import REPOSITORY, server_database, state_directory, without_password
 from trainer.errors import BusyError, TitheError, first_line
-from trainer.files import write_json
+from trainer.files import sha256_text, write_json
 
 HOST, WORKER = "127.0.0.1", "the worker"
 MAX_RESTARTS, RESTART_SECONDS = 5, 600.0  # a server that ends more often than that is broken
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS, REGISTER_AGAIN_SECONDS = 2.0, 60.0
 _CONNECT_SECONDS = 10
 _WORKER_STOP_SECONDS = 60.0  # for the checkpoints of its campaigns
 
@@ -194,6 +194,7 @@ def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int
     set_up(api, slots)
     names = register(api)
     requeue(api)
+    skip_missed(api)
     if stop:
         return
     keeper.start(lambda: worker(api.url))
@@ -203,8 +204,8 @@ def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int
 
 
 def _keep(keeper: Keeper, stop: StopSignal, api: str) -> None:
-    """Wait for the wish to stop; meanwhile restart what ends, settle flow runs, offer new recipes."""
-    offered, settled = recipe_names(), 0.0
+    """Wait for the wish to stop; meanwhile restart what ends, settle flow runs, offer new recipes and schedules."""
+    offers, settled = Offers(Api(api)), 0.0
     while not stop:
         keeper.look()
         if time.monotonic() - settled >= SETTLE_SECONDS:
@@ -212,12 +213,37 @@ def _keep(keeper: Keeper, stop: StopSignal, api: str) -> None:
             try:
                 for flow_run, state in settle(api).items():
                     print(f"flow run {flow_run}: {state}", flush=True)
-                if recipe_names() != offered:
-                    offered = recipe_names()
-                    register(Api(api))
-            except (httpx.HTTPError, ServerError):
+                offers.look()
+            except httpx.HTTPError:
                 settled += 10.0  # Prefect is just being started again
         time.sleep(0.2)
+
+
+class Offers:
+    """What a person can start in Prefect: registered again when recipes or prefect.yaml change."""
+
+    def __init__(self, api: Api) -> None:
+        self._api, self._registered, self._not_before = api, declared(), 0.0
+        self._schedules = KeptSchedules()
+
+    def look(self) -> None:
+        self._schedules.look(self._api)
+        found = declared()
+        if found == self._registered or time.monotonic() < self._not_before:
+            return
+        try:
+            register(self._api)
+        except TitheError as error:
+            print(f"warning: {error}", flush=True)
+            self._not_before = time.monotonic() + REGISTER_AGAIN_SECONDS
+        else:
+            self._registered, self._schedules = found, KeptSchedules()
+
+
+def declared() -> tuple[tuple[str, ...], str]:
+    """Return what the deployments are made of: the recipes there are, and prefect.yaml."""
+    text = DECLARED.read_text(errors="replace") if DECLARED.exists() else ""
+    return recipe_names("recipes", "recipes/plans"), sha256_text(text)
 
 
 def initialise(quiet: bool = False) -> None:
