@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,6 +235,32 @@ def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> Non
     assert sweep["parameter_openapi_schema"]["properties"]["search"]["enum"] == ["grid", "random", "optuna"]
     queue = up.api.ask("GET", "work_pools/tithe/queues/device")
     assert queue["concurrency_limit"] >= 1
+
+
+def test_the_job_template_for_kubernetes_is_one_that_prefect_takes(up: Up) -> None:
+    template = read_json(REPOSITORY / "docs" / "kubernetes-pool.json")
+    variables = set(template["variables"]["properties"])
+    used = set(re.findall(r"{{ (\w+) }}", json.dumps(template["job_configuration"])))
+    assert used == variables
+    assert template["variables"]["properties"]["command"]["default"] == "python -m prefect.engine"
+    pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    its_worker_wants = (1, 1, "prefect-job")
+    assert (pod["parallelism"], pod["completions"], pod["containers"][0]["name"]) == its_worker_wants
+    assert template["variables"]["properties"]["grace_seconds"]["default"] > resolve_config(None).limits.grace_seconds
+    name = f"kubernetes-{next(NUMBERS)}"
+    up.api.ask("POST", "work_pools/", {"name": name, "type": "kubernetes", "base_job_template": template})
+    try:
+        deployment = up.api.ask("GET", "deployments/name/campaign/tithe")
+        wanted = {"work_pool_name": name, "job_variables": {"gpus": 0}}
+        made = {"name": name, "flow_id": deployment["flow_id"], "entrypoint": CAMPAIGN, **wanted}
+        answer = up.api.ask("POST", "deployments/", made)
+        assert answer["work_pool_name"] == name
+        up.api.ask("DELETE", f"deployments/{answer['id']}")
+        mistaken = {**made, "name": "mistaken", "job_variables": {"gpus": "many"}}
+        with pytest.raises(httpx.HTTPStatusError, match="422"):
+            up.api.ask("POST", "deployments/", mistaken)
+    finally:
+        up.api.ask("DELETE", f"work_pools/{name}")
 
 
 def schedules(up: Up, flow: str = "campaign") -> dict[str, tuple[bool, str, str]]:
