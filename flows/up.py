@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -133,7 +134,7 @@ class Keeper:
 
 
 def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None:
-    """Run servers and worker until Ctrl-C or SIGTERM.
+    """Run servers and worker until Ctrl-C, SIGTERM, or the end of the terminal.
 
     Args:
         slots: how many campaigns run at once; None is one a GPU, or one.
@@ -144,10 +145,12 @@ def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None
     with hold(state_directory() / "up.lock", "`tithe up` already runs", "its addresses are in " + str(addresses_file())):
         check_port(prefect_port, "--prefect-port")
         check_port(mlflow_port, "--mlflow-port")
-        initialise(quiet=True)
+        if mlflow_port == prefect_port:
+            raise BusyError(f"port {mlflow_port} is Prefect's; choose another: tithe up --mlflow-port <port>")
         keeper, stop = Keeper(), StopSignal()
         try:
             with stop:
+                initialise(quiet=True, stop=stop)
                 _start(keeper, stop, prefect_port, mlflow_port, slots or device_slots())
                 _keep(keeper, stop, f"http://{HOST}:{prefect_port}/api")
         except httpx.HTTPError as error:
@@ -156,11 +159,12 @@ def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None
         finally:
             addresses_file().unlink(missing_ok=True)
             keeper.stop()
-        print("stopped", flush=True)
+        with suppress(OSError):  # the terminal may be gone
+            print("stopped", flush=True)
 
 
 class StopSignal:
-    """Whether Ctrl-C or SIGTERM asked to stop."""
+    """Whether Ctrl-C, SIGTERM or the end of the terminal asked to stop; under nohup that end is none."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -172,7 +176,10 @@ class StopSignal:
         def handle(number: int, frame: FrameType | None) -> None:
             self.asked = True
 
-        self._before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, handle) for number in numbers}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -181,6 +188,8 @@ class StopSignal:
 
 def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int, slots: int) -> None:
     """Start servers, then what needs them; say the addresses as soon as both answer."""
+    if stop:
+        return
     servers = [keeper.start(lambda: prefect_server(prefect_port)), keeper.start(lambda: mlflow_server(mlflow_port))]
     print("starting Prefect and MLflow ...", flush=True)
     for server in servers:
@@ -246,8 +255,8 @@ def declared() -> tuple[tuple[str, ...], str]:
     return recipe_names("recipes", "recipes/plans"), sha256_text(text)
 
 
-def initialise(quiet: bool = False) -> None:
-    """Make the databases of Prefect and MLflow where they are not made yet."""
+def initialise(quiet: bool = False, stop: object = None) -> None:
+    """Make the databases of Prefect and MLflow where they are not made yet, or until `stop` has become true."""
     state = state_directory()
     with wait_for(state / "initialise.lock"):
         make_databases()
@@ -255,12 +264,13 @@ def initialise(quiet: bool = False) -> None:
         if own_store().startswith("postgresql") or not (state / "mlflow.db").exists():
             if not quiet:
                 print("making MLflow's database ...", flush=True)
-            mlflow = subprocess.Popen([sys.executable, "-m", "tasks.tracking", "initialise"], cwd=REPOSITORY)
+            command = [sys.executable, "-m", "tasks.tracking", "initialise"]
+            mlflow = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)  # Ctrl-C would leave half a database
         try:
             if not initialised_marker().exists():
                 if not quiet:
                     print("making Prefect's database ...", flush=True)
-                with private_server():
+                with private_server(stop=stop):
                     pass
         finally:
             ended = mlflow.wait() if mlflow is not None else 0
