@@ -4,24 +4,32 @@
     queue `device`    as many slots as devices: campaigns, sweeps and evaluations take turns
     queue `light`     what needs no device
 
-Making it again changes nothing but what differs; a schedule stays on or off as a person left it. Imports no prefect: plain HTTP,
-and `prefect deploy` in a process of its own.
+Making it again changes nothing but what differs. A schedule is as the last person wanted it who changed it, in prefect.yaml or in
+Prefect: `prefect deploy` alone would undo what was changed in the UI, and delete schedules made there. Imports no prefect: plain
+HTTP, and `prefect deploy` in a process of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from copy import deepcopy
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.flow_runs import request, schedule_again
-from flows.server import ServerError, settings
+from flows.flow_runs import request, schedule_again, set_state
+from flows.server import ServerError, initialised_marker, settings
 from tasks.workspace import REPOSITORY, state_directory
+from trainer.config import read_yaml
+from trainer.errors import ConfigError
+from trainer.files import read_json, write_json, write_text
 
+DECLARED = REPOSITORY / "prefect.yaml"
 POOL, DEVICE_QUEUE, LIGHT_QUEUE, LIGHT_SLOTS = "tithe", "device", "light", 4
 
 
@@ -69,34 +77,94 @@ def set_up(api: Api, slots: int) -> None:
             api.ask("PATCH", f"work_pools/{POOL}/queues/{queue}", wanted)
 
 
-def switches(api: Api) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the schedules there are: (deployment id, slug) to the schedule."""
+def deployments(api: Api) -> dict[str, dict[str, Any]]:
+    """Return the deployments there are in the pool, by entry point."""
     found = api.ask("POST", "deployments/filter", {"work_pools": {"name": {"any_": [POOL]}}})
-    return {(entry["id"], schedule["slug"]): schedule for entry in found for schedule in entry["schedules"] if schedule["slug"]}
+    return {entry["entrypoint"]: entry for entry in found}
 
 
-def register(api: Api) -> list[str]:
+def register(api: Api, file: Path = DECLARED) -> list[str]:
     """Register the deployments of prefect.yaml, and return their names.
 
+    Of their schedules only those are touched that the file says differently than at the last time.
+
     Raises:
-        ServerError: Prefect refuses them; its log says why.
+        ConfigError: the file is wrong. ServerError: Prefect refuses it; its log says why.
     """
-    before = switches(api)
-    log = state_directory() / "prefect" / "deploy.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    KeptSchedules().look(api)
+    tree, there = read_yaml(file, "prefect.yaml"), deployments(api)
+    state = state_directory() / "prefect"
+    memory = state / f"{initialised_marker().name.replace('initialised', 'schedules')}.json"
+    before = read_json(memory) if memory.exists() else {}
+    now: dict[str, dict[str, str]] = {}
+    for entry in tree.get("deployments") or []:
+        name, schedules = str(entry.get("entrypoint")), entry.pop("schedules", None) or []
+        now[name] = {slug_of(schedule): as_json(schedule) for schedule in schedules}
+        if name in there:
+            known = before.get(name, {})
+            schedules = [schedule for schedule in schedules if known.get(slug_of(schedule)) != as_json(schedule)]
+            delete_schedules(api, there[name], known.keys() - now[name].keys())
+        if schedules:
+            entry["schedules"] = schedules
+    written = state / "deployments.yaml"
+    write_text(written, as_json(tree))
+    log = state / "deploy.log"
     environment = {**os.environ, **settings(), "PREFECT_API_URL": api.url}
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(written)]
     with open(log, "wb") as output:
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         raise ServerError(f"the deployments of prefect.yaml could not be registered; see {log}")
-    for (deployment, slug), schedule in switches(api).items():
-        old = before.get((deployment, slug))
-        if old is not None and old["active"] != schedule["active"]:
-            api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": old["active"]})
-    found = api.ask("POST", "deployments/filter", {"work_pools": {"name": {"any_": [POOL]}}})
+    write_json(memory, now)
     flows = {entry["id"]: entry["name"] for entry in api.ask("POST", "flows/filter", {})}
-    return sorted(f"{flows[entry['flow_id']]}/{entry['name']}" for entry in found)
+    return sorted(f"{flows[entry['flow_id']]}/{entry['name']}" for entry in deployments(api).values())
+
+
+def as_json(value: Any) -> str:
+    """Return what a YAML file holds as JSON, which every reader of YAML understands alike."""
+    return json.dumps(value, default=str, sort_keys=True)
+
+
+def slug_of(schedule: dict[str, Any]) -> str:
+    """Return the name of a schedule of prefect.yaml.
+
+    Raises:
+        ConfigError: it has none, and could not be told from another the next time.
+    """
+    if not schedule.get("slug"):
+        raise ConfigError(
+            "deployments[].schedules[].slug", schedule, "prefect.yaml: give this schedule a slug, as in slug: nightly"
+        )
+    return str(schedule["slug"])
+
+
+def delete_schedules(api: Api, deployment: dict[str, Any], slugs: Collection[str]) -> None:
+    for schedule in deployment["schedules"]:
+        if schedule["slug"] in slugs:
+            api.ask("DELETE", f"deployments/{deployment['id']}/schedules/{schedule['id']}")
+
+
+class KeptSchedules:
+    """Keeps what a person wanted of schedules from being lost on the way through Prefect 3.9, whose faults these are.
+
+    A schedule without a slug, as the UI makes it, is deleted when its deployment is registered again: it gets one. The UI's
+    switch and `prefect deployment schedule resume` empty a schedule's parameters: it gets them back.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, Any]] = {}
+
+    def look(self, api: Api) -> None:
+        for deployment in deployments(api).values():
+            for schedule in deployment["schedules"]:
+                slug, parameters = schedule["slug"] or f"own-{schedule['id'][:8]}", schedule["parameters"]
+                before = self._seen.get(schedule["id"])
+                if before and not parameters and before["schedule"] == schedule["schedule"]:  # who changes its time means both
+                    parameters = before["parameters"]
+                self._seen[schedule["id"]] = {**schedule, "parameters": parameters}
+                if (slug, parameters) != (schedule["slug"], schedule["parameters"]):
+                    path = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+                    api.ask("PATCH", path, {"slug": slug, "parameters": parameters})
 
 
 def requeue(api: Api) -> int:
@@ -106,3 +174,22 @@ def requeue(api: Api) -> int:
     for run in found:
         schedule_again(api.url, run["id"], "the worker that had taken it is gone")
     return len(found)
+
+
+def skip_missed(api: Api) -> int:
+    """Skip what schedules missed while no worker was there, but for the newest run of each; return how many were skipped."""
+    wanted = {
+        "work_pools": {"name": {"any_": [POOL]}},
+        "flow_runs": {
+            "state": {"name": {"any_": ["Scheduled", "Late"]}},
+            "next_scheduled_start_time": {"before_": datetime.now(UTC).isoformat()},
+        },
+        "sort": "NEXT_SCHEDULED_START_TIME_ASC",
+    }
+    found = [run for run in api.ask("POST", "flow_runs/filter", wanted) if run["auto_scheduled"] and run["created_by"]]
+    newest = {run["created_by"]["id"]: run["id"] for run in found}
+    missed = [run["id"] for run in found if run["id"] not in newest.values()]
+    for flow_run in missed:
+        message = "its time passed while `tithe up` did not run; a later run of the same schedule stands for it"
+        set_state(api.url, flow_run, {"type": "CANCELLED", "name": "Skipped", "message": message})
+    return len(missed)

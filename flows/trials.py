@@ -30,7 +30,7 @@ from flows.session import Beat, Session, StageResult, Stop, open_session, run_pl
 from flows.workspaces import resolve_config
 from tasks.command import limit_threads, load_stages
 from tasks.locks import hold
-from tasks.record import Status, finish, read_record, write_record
+from tasks.record import PRUNED, Status, finish, read_record, write_record
 from tasks.registry import Stage
 from tasks.search import is_hopeless, propose
 from tasks.sweep import OUTCOME, Outcome, Spec, Sweep, Trial, make_sweep, short_keys, sweep_name
@@ -309,9 +309,7 @@ class Runner:
         others = [known for number, known in enumerate(self.sweep.known()) if number != trial.number]
         if is_hopeless(self.sweep.spec.parsed, others, curve, total):
             step = max(curve)
-            reason = (
-                f"pruned at step {step} of {total}: {self.sweep.spec.objective} {curve[step]:.3g} is below the others' median"
-            )
+            reason = f"{PRUNED}{step} of {total}: {self.sweep.spec.objective} {curve[step]:.3g} is below the others' median"
             self._pruned[trial.number] = Outcome("pruned", curve[step], step, reason)
             session.stop.ask(reason)
 

@@ -17,24 +17,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
 import httpx
 
 from flows.flow_runs import at_work, settle
-from flows.pool import POOL, Api, device_slots, register, requeue, set_up
+from flows.pool import DECLARED, POOL, Api, KeptSchedules, device_slots, register, requeue, set_up, skip_missed
 from flows.server import Server, ServerError, addresses_file, initialised_marker, private_server, settings
 from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root, own_store
 from tasks.workspace import REPOSITORY, server_database, state_directory
 from trainer.errors import BusyError, TitheError, first_line, without_password
-from trainer.files import write_json
+from trainer.files import sha256_text, write_json
 
 HOST, WORKER = "127.0.0.1", "the worker"
 MAX_RESTARTS, RESTART_SECONDS = 5, 600.0  # a server that ends more often than that is broken
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS, REGISTER_AGAIN_SECONDS = 2.0, 60.0
 _CONNECT_SECONDS = 10
 _WORKER_STOP_SECONDS = 60.0  # for the checkpoints of its campaigns
 
@@ -133,7 +134,7 @@ class Keeper:
 
 
 def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None:
-    """Run servers and worker until Ctrl-C or SIGTERM.
+    """Run servers and worker until Ctrl-C, SIGTERM, or the end of the terminal.
 
     Args:
         slots: how many campaigns run at once; None is one a GPU, or one.
@@ -144,10 +145,12 @@ def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None
     with hold(state_directory() / "up.lock", "`tithe up` already runs", "its addresses are in " + str(addresses_file())):
         check_port(prefect_port, "--prefect-port")
         check_port(mlflow_port, "--mlflow-port")
-        initialise(quiet=True)
+        if mlflow_port == prefect_port:
+            raise BusyError(f"port {mlflow_port} is Prefect's; choose another: tithe up --mlflow-port <port>")
         keeper, stop = Keeper(), StopSignal()
         try:
             with stop:
+                initialise(quiet=True, stop=stop)
                 _start(keeper, stop, prefect_port, mlflow_port, slots or device_slots())
                 _keep(keeper, stop, f"http://{HOST}:{prefect_port}/api")
         except httpx.HTTPError as error:
@@ -156,11 +159,12 @@ def serve(prefect_port: int, mlflow_port: int, slots: int | None = None) -> None
         finally:
             addresses_file().unlink(missing_ok=True)
             keeper.stop()
-        print("stopped", flush=True)
+        with suppress(OSError):  # the terminal may be gone
+            print("stopped", flush=True)
 
 
 class StopSignal:
-    """Whether Ctrl-C or SIGTERM asked to stop."""
+    """Whether Ctrl-C, SIGTERM or the end of the terminal asked to stop; under nohup that end is none."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -172,7 +176,10 @@ class StopSignal:
         def handle(number: int, frame: FrameType | None) -> None:
             self.asked = True
 
-        self._before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, handle) for number in numbers}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -181,6 +188,8 @@ class StopSignal:
 
 def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int, slots: int) -> None:
     """Start servers, then what needs them; say the addresses as soon as both answer."""
+    if stop:
+        return
     servers = [keeper.start(lambda: prefect_server(prefect_port)), keeper.start(lambda: mlflow_server(mlflow_port))]
     print("starting Prefect and MLflow ...", flush=True)
     for server in servers:
@@ -194,6 +203,7 @@ def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int
     set_up(api, slots)
     names = register(api)
     requeue(api)
+    skip_missed(api)
     if stop:
         return
     keeper.start(lambda: worker(api.url))
@@ -203,8 +213,8 @@ def _start(keeper: Keeper, stop: StopSignal, prefect_port: int, mlflow_port: int
 
 
 def _keep(keeper: Keeper, stop: StopSignal, api: str) -> None:
-    """Wait for the wish to stop; meanwhile restart what ends, settle flow runs, offer new recipes."""
-    offered, settled = recipe_names(), 0.0
+    """Wait for the wish to stop; meanwhile restart what ends, settle flow runs, offer new recipes and schedules."""
+    offers, settled = Offers(Api(api)), 0.0
     while not stop:
         keeper.look()
         if time.monotonic() - settled >= SETTLE_SECONDS:
@@ -212,16 +222,41 @@ def _keep(keeper: Keeper, stop: StopSignal, api: str) -> None:
             try:
                 for flow_run, state in settle(api).items():
                     print(f"flow run {flow_run}: {state}", flush=True)
-                if recipe_names() != offered:
-                    offered = recipe_names()
-                    register(Api(api))
-            except (httpx.HTTPError, ServerError):
+                offers.look()
+            except httpx.HTTPError:
                 settled += 10.0  # Prefect is just being started again
         time.sleep(0.2)
 
 
-def initialise(quiet: bool = False) -> None:
-    """Make the databases of Prefect and MLflow where they are not made yet."""
+class Offers:
+    """What a person can start in Prefect: registered again when recipes or prefect.yaml change."""
+
+    def __init__(self, api: Api) -> None:
+        self._api, self._registered, self._not_before = api, declared(), 0.0
+        self._schedules = KeptSchedules()
+
+    def look(self) -> None:
+        self._schedules.look(self._api)
+        found = declared()
+        if found == self._registered or time.monotonic() < self._not_before:
+            return
+        try:
+            register(self._api)
+        except TitheError as error:
+            print(f"warning: {error}", flush=True)
+            self._not_before = time.monotonic() + REGISTER_AGAIN_SECONDS
+        else:
+            self._registered, self._schedules = found, KeptSchedules()
+
+
+def declared() -> tuple[tuple[str, ...], str]:
+    """Return what the deployments are made of: the recipes there are, and prefect.yaml."""
+    text = DECLARED.read_text(errors="replace") if DECLARED.exists() else ""
+    return recipe_names("recipes", "recipes/plans"), sha256_text(text)
+
+
+def initialise(quiet: bool = False, stop: object = None) -> None:
+    """Make the databases of Prefect and MLflow where they are not made yet, or until `stop` has become true."""
     state = state_directory()
     with wait_for(state / "initialise.lock"):
         make_databases()
@@ -229,12 +264,13 @@ def initialise(quiet: bool = False) -> None:
         if own_store().startswith("postgresql") or not (state / "mlflow.db").exists():
             if not quiet:
                 print("making MLflow's database ...", flush=True)
-            mlflow = subprocess.Popen([sys.executable, "-m", "tasks.tracking", "initialise"], cwd=REPOSITORY)
+            command = [sys.executable, "-m", "tasks.tracking", "initialise"]
+            mlflow = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)  # Ctrl-C would leave half a database
         try:
             if not initialised_marker().exists():
                 if not quiet:
                     print("making Prefect's database ...", flush=True)
-                with private_server():
+                with private_server(stop=stop):
                     pass
         finally:
             ended = mlflow.wait() if mlflow is not None else 0

@@ -106,7 +106,7 @@ def page(title: str, rows: Sequence[Row], objective: str) -> str:
     """Return the comparison as HTML: the table, and one chart a metric with a line per run."""
     import jinja2
 
-    shown = ranked(rows, objective)[:NUM_LINES]
+    shown = [row for row in ranked(rows, objective) if row.curves][:NUM_LINES]  # one that failed before its first step has none
     names = dict.fromkeys([objective, *CHARTS])
     charts = []
     for name in names:
@@ -124,5 +124,5 @@ def page(title: str, rows: Sequence[Row], objective: str) -> str:
         charts=charts,
         legend=[row.name for row in shown],
         num_left_out=len(rows) - len(shown),
-        num_lines=NUM_LINES,
+        num_lines=len(shown),
     )

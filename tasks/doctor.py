@@ -69,7 +69,8 @@ def signs_of(facts: RunFacts) -> Signs:
     record = facts.stages.get("train")
     running = record is not None and record.status == "RUNNING"
     silent = time.time() - beat["time"] if running and beat else None
-    errors = [entry.error for entry in (facts.record, *facts.stages.values()) if entry is not None and entry.error]
+    said = (facts.record,) if facts.status == "pruned" else (facts.record, *facts.stages.values())
+    errors = [entry.error for entry in said if entry is not None and entry.error]
     host = float(psutil.virtual_memory().total) if record is not None and Owner.from_json(record.owner).is_here else None
     return Signs(
         facts.config,

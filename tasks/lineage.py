@@ -1,7 +1,8 @@
 """Where a result comes from, in one tree with hashes: data, base, anchors, configuration, code, environment, policy, evaluation.
 
 The tree is read from the artifacts' manifests, each of which names the content of what it was made from, so it is the truth even
-where a workspace has moved on: an artifact that is another run's now is called so instead of being shown as this one's.
+where a workspace has moved on: an artifact that is another run's now is called so instead of being shown as this one's. Of what
+is not made the tree says why, and what it would be made from.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 from tasks.record import Record, config_hash, read_record, truth
 from tasks.registry import Stage
-from tasks.runs import workspace_of
-from tasks.workspace import Workspace, code_digest, file_digest
-from trainer.files import damage, read_manifest, sha256_file
+from tasks.runs import standing, workspace_of
+from tasks.sweep import read_trial
+from tasks.workspace import Workspace, code_digest, file_digest, params_of
+from trainer.files import canonical_json, damage, read_manifest, sha256_file
 
 PACKAGES = (
     "torch",
@@ -71,14 +73,13 @@ def lineage(run: Path) -> Node:
         DataError: its configuration cannot be read.
     """
     workspace, record = workspace_of(run), truth(run)
-    status = record.status.lower() if record else "never begun"
-    root = Node(run.name, f"{status}; workspace {workspace.root}")
+    root = Node(run.name, "; ".join([standing(run), *_trial(workspace), f"workspace {workspace.root}"]))
     last = [stage for stage in workspace.stages if stage.artifact == "evaluation"] or list(workspace.stages[-1:])
     root.children = [
         Node("configuration", str(run / "config.json"), config_hash(workspace.config)),
         _code(record),
         _environment(record),
-        *_result(workspace, last[0], run),
+        *_artifact(workspace, last[0].artifact, run, set()),
     ]
     merged = workspace.artifact("merged")
     if read_manifest(merged) is not None and not any(node.name == "merged" for node in _walk(root)):
@@ -90,12 +91,9 @@ def _walk(node: Node) -> list[Node]:
     return [node, *(below for child in node.children for below in _walk(child))]
 
 
-def _result(workspace: Workspace, stage: Stage, run: Path) -> list[Node]:
-    seen: set[str] = set()
-    nodes = _artifact(workspace, stage.artifact, run, seen)
-    if nodes[0].sha256 or stage.artifact == "policy":
-        return nodes
-    return [*nodes, *_artifact(workspace, "policy", run, seen)]  # no evaluation yet: as far as it has come
+def _trial(workspace: Workspace) -> list[str]:
+    trial = read_trial(workspace.root)
+    return [f"trial {trial['number']} ({trial['name']}) of sweep {trial['sweep']}"] if trial is not None else []
 
 
 def _artifact(workspace: Workspace, name: str, run: Path, seen: set[str]) -> list[Node]:
@@ -104,19 +102,21 @@ def _artifact(workspace: Workspace, name: str, run: Path, seen: set[str]) -> lis
         return []
     place = workspace.artifact(name)
     manifest = read_manifest(place)
-    if manifest is None:
-        return [Node(name, f"not made yet, or without a readable manifest: {place}")]
-    made = read_record(run / stage.name)
-    ours = made.artifact["content_sha256"] if made is not None and made.artifact else None
-    sha256 = str(manifest.get("content_sha256", ""))
-    if ours is not None and ours != sha256:
+    sha256, ours = str((manifest or {}).get("content_sha256", "")), _own(workspace, stage, run)
+    if manifest is None or ours is None:
+        node = Node(name, _why_missing(stage, run, place), ours or "")
+    elif ours != sha256:
         return [Node(name, f"{place} was replaced since by another run's; this run's is no longer in the workspace", ours)]
-    wrong = damage(place)
-    node = Node(name, f"DAMAGED: {wrong}" if wrong else _facts(manifest), sha256)
+    else:
+        wrong = damage(place)
+        node = Node(name, f"DAMAGED: {wrong}" if wrong else _facts(manifest), sha256)
     if name in seen:
         node.says = "as above"
         return [node]
     seen.add(name)
+    if manifest is None or ours is None:
+        node.children = [below for name_of_input in stage.inputs for below in _artifact(workspace, name_of_input, run, seen)]
+        return [node]
     node.children.append(Node("code", f"stage {stage.name}{_changed(workspace, stage, manifest)}", code_digest(stage)))
     node.children += [Node("data", str(path), file_digest(path)) for path in _external(workspace, stage)]
     for name_of_input, was in manifest.get("inputs", {}).items():
@@ -129,6 +129,35 @@ def _artifact(workspace: Workspace, name: str, run: Path, seen: set[str]) -> lis
     if name == "base":
         node.children.append(Node("source", workspace.config.base.source))
     return [node]
+
+
+def _own(workspace: Workspace, stage: Stage, run: Path) -> str | None:
+    """Return the content of a run's own artifact; None where it has none, and what lies there is another run's."""
+    record, manifest = read_record(run / stage.name), read_manifest(workspace.artifact(stage.artifact))
+    if record is not None and record.artifact:
+        return str(record.artifact["content_sha256"])
+    if manifest is None:
+        return None
+    wanted = params_of(stage, workspace.config)  # taken from the cache or pulled: known by what it was made from
+    if canonical_json(manifest.get("params", wanted)) != canonical_json(wanted):
+        return None
+    makers = {maker.artifact: maker for maker in workspace.stages}
+    for name, was in manifest.get("inputs", {}).items():
+        if name in makers and _own(workspace, makers[name], run) != was:
+            return None
+    return str(manifest.get("content_sha256", ""))
+
+
+def _why_missing(stage: Stage, run: Path, place: Path) -> str:
+    """Say why a run has no such artifact, or none any more."""
+    record = truth(run / stage.name)
+    if record is None:
+        says = f"not made: the run did not come to stage {stage.name}"
+    elif record.artifact:
+        says = f"no longer in {place}, or without its manifest; run the stage {stage.name} again to have it back"
+    else:
+        says = f"not made: stage {stage.name} {'is' if record.status == 'RUNNING' else 'was'} {standing(run / stage.name)}"
+    return f"{says}; what lies in {place} is another run's" if read_manifest(place) is not None else says
 
 
 def _facts(manifest: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from tasks.lineage import lineage
-from tasks.record import read_record
-from tasks.runs import workspace_of
+from tasks.record import PRUNED, read_record
+from tasks.runs import standing, workspace_of
 from tasks.workspace import Workspace
 from trainer.errors import BusyError, ConfigError, DataError, ModelError, TitheError, nearest
 from trainer.files import damage, new_directory, read_json, read_manifest, write_json, write_manifest, write_text
@@ -74,8 +74,10 @@ def artifact_of(workspace: Workspace, run: Path, name: str) -> Path:
             stage
         ):  # pulled, or made under another --run-dir, or before a stopped attempt
             return place
-        maker = stage.name if stage is not None else name
-        raise DataError(str(place), f"run {run.name} has no {name} yet; `tithe resume` finishes it (stage {maker})")
+        how, maker = standing(run), stage.name if stage is not None else name
+        hopeless = how.startswith(PRUNED)
+        more = "compare its sweep's other trials" if hopeless else f"`tithe resume` finishes it (stage {maker})"
+        raise DataError(str(place), f"run {run.name} has no {name} yet ({how}); {more}")
     if manifest["content_sha256"] != record.artifact["content_sha256"]:
         raise DataError(str(place), f"is another run's by now; run {run.name} again to have its {name} back")
     wrong = damage(place)

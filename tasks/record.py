@@ -26,6 +26,7 @@ from trainer.files import canonical_json, read_json, sha256_text, write_json
 RECORD = "record.json"
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 Kind = Literal["campaign", "stage", "sweep"]
+PRUNED = "pruned at step "  # how the error of a trial begins that its sweep stopped as hopeless
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class Record:
     artifact: dict[str, Any] | None = None  # {"path", "content_sha256", "upload"}
     error: str | None = None
     parent: str = ""  # of a trial: where its sweep's record is, relative to this one
+
+    @property
+    def ending(self) -> str:
+        return ending(self.status, self.error)
+
+
+def ending(status: str, error: str | None) -> str:
+    """Return a status in a person's words: running, finished, failed, killed, or pruned."""
+    return "pruned" if status == "KILLED" and (error or "").startswith(PRUNED) else status.lower()
 
 
 def read_record(directory: Path) -> Record | None:

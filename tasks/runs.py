@@ -121,6 +121,17 @@ def workspace_of(run: Path) -> Workspace:
     return Workspace(root, read_config(run), run)
 
 
+def standing(run: Path) -> str:
+    """Return how a run or a stage of it stands, and what it said last: `finished`, `killed: stopped by SIGINT; ...`."""
+    record = truth(run)
+    if record is None:
+        return "never begun"
+    if record.status == "FINISHED" or not record.error:
+        return record.ending
+    said = record.error.splitlines()[0]
+    return said if record.ending == "pruned" else f"{record.ending}: {said}"
+
+
 def read_series(path: Path) -> tuple[Series, int]:
     """Return a metrics.jsonl as series by name, and how many lines of it are broken."""
     lines, broken = read_sound_lines(path)
@@ -153,7 +164,7 @@ class RunFacts:
 
     @property
     def status(self) -> str:
-        return self.record.status.lower() if self.record else "never begun"
+        return self.record.ending if self.record else "never begun"
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 
 from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
-from tasks.record import Record, Status, begin, config_hash, finish, flatten, git_tags, read_record, truth
+from tasks.record import Record, Status, begin, config_hash, ending, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
 from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
@@ -448,7 +448,8 @@ class Mirror:
         params = {key: value for key, value in found.data.params.items() if not key.startswith("sweep.")}
         ended = self._client.get_run(stage.run_id).info if stage.run_id else None
         seconds = (ended.end_time - ended.start_time) / 1000 if ended and ended.end_time else None
-        return Row(found.info.run_name, found.info.status.lower(), params, curves, final, seconds)
+        how = ending(found.info.status, found.data.tags.get("error"))
+        return Row(found.info.run_name, how, params, curves, final, seconds)
 
     def _upload(self, directory: Path, run_id: str, record: Record, files: list[Record]) -> None:
         for name in ("config.json", EVENTS, RESULT, LOG):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.pool import Api, register, switches
+from flows.pool import DECLARED, Api, deployments, register, skip_missed
 from flows.server import free_port
 from flows.workspaces import recipe_names, resolve_config, resolve_workspace
 from tasks.locks import Owner
@@ -28,6 +30,7 @@ from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
 NUMBERS = count(os.getpid())
+CAMPAIGN = "flows.deployments.campaign"
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -237,15 +240,109 @@ def test_the_form_offers_recipes_and_stages_and_schedules_are_off(up: Up) -> Non
     assert queue["concurrency_limit"] >= 1
 
 
-def test_a_schedule_that_a_person_switched_on_stays_on(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TITHE_STATE", up.environment["TITHE_STATE"])
-    (deployment, _), schedule = next(entry for entry in switches(up.api).items() if entry[0][1] == "nightly")
-    up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": True})
+def test_the_job_template_for_kubernetes_is_one_that_prefect_takes(up: Up) -> None:
+    template = read_json(REPOSITORY / "docs" / "kubernetes-pool.json")
+    variables = set(template["variables"]["properties"])
+    used = set(re.findall(r"{{ (\w+) }}", json.dumps(template["job_configuration"])))
+    assert used == variables
+    assert template["variables"]["properties"]["command"]["default"] == "python -m prefect.engine"
+    pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    its_worker_wants = (1, 1, "prefect-job")
+    assert (pod["parallelism"], pod["completions"], pod["containers"][0]["name"]) == its_worker_wants
+    assert template["variables"]["properties"]["grace_seconds"]["default"] > resolve_config(None).limits.grace_seconds
+    name = f"kubernetes-{next(NUMBERS)}"
+    up.api.ask("POST", "work_pools/", {"name": name, "type": "kubernetes", "base_job_template": template})
     try:
-        assert register(up.api) == ["campaign/tithe", "evaluate/tithe", "plan/tithe", "sweep/tithe"]
-        assert [s["active"] for (_, slug), s in switches(up.api).items() if slug == "nightly"] == [True]
+        deployment = up.api.ask("GET", "deployments/name/campaign/tithe")
+        wanted = {"work_pool_name": name, "job_variables": {"gpus": 0}}
+        made = {"name": name, "flow_id": deployment["flow_id"], "entrypoint": CAMPAIGN, **wanted}
+        answer = up.api.ask("POST", "deployments/", made)
+        assert answer["work_pool_name"] == name
+        up.api.ask("DELETE", f"deployments/{answer['id']}")
+        mistaken = {**made, "name": "mistaken", "job_variables": {"gpus": "many"}}
+        with pytest.raises(httpx.HTTPStatusError, match="422"):
+            up.api.ask("POST", "deployments/", mistaken)
     finally:
-        up.api.ask("PATCH", f"deployments/{deployment}/schedules/{schedule['id']}", {"active": False})
+        up.api.ask("DELETE", f"work_pools/{name}")
+
+
+def schedules(up: Up, flow: str = "campaign") -> dict[str, tuple[bool, str, str]]:
+    """Return the schedules of a flow: slug to switch, time and the name that they give."""
+    found = deployments(up.api)[f"flows.deployments.{flow}"]["schedules"]
+    return {str(s["slug"]): (s["active"], s["schedule"].get("cron"), s["parameters"].get("name")) for s in found}
+
+
+def fired(up: Up, name: str) -> list[dict[str, Any]]:
+    """Return the flow runs that schedules made of a campaign, the first first."""
+    deployment = deployments(up.api)[CAMPAIGN]["id"]
+    wanted = {"deployments": {"id": {"any_": [deployment]}}, "sort": "NEXT_SCHEDULED_START_TIME_ASC"}
+    found = up.api.ask("POST", "flow_runs/filter", wanted)
+    return [run for run in found if run["auto_scheduled"] and run["parameters"].get("name") == name]
+
+
+def test_a_schedule_fires_and_every_one_is_as_the_last_person_left_it(
+    up: Up, campaign: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setenv("TITHE_STATE", up.environment["TITHE_STATE"])
+    campaign.plan()
+    path = f"deployments/{deployments(up.api)[CAMPAIGN]['id']}/schedules"
+    nightly = f"{path}/{deployments(up.api)[CAMPAIGN]['schedules'][0]['id']}"
+    seldom = {"cron": "0 0 29 2 *", "timezone": "UTC", "day_or": True}
+    up.api.ask("PATCH", nightly, {"active": True, "schedule": seldom, "parameters": {"name": "theirs"}})
+    own = up.api.ask("POST", path, [{"active": True, "schedule": seldom, "parameters": {"name": "own"}}])[0]["id"]
+    slug = f"own-{own[:8]}"
+    file, kept = tmp_path / "prefect.yaml", {"nightly": (True, "0 0 29 2 *", "theirs"), slug: (False, "0 0 29 2 *", "own")}
+    try:
+        eventually(lambda: slug in schedules(up))
+        up.api.ask("PATCH", f"{path}/{own}", {"active": False})  # the UI's switch, which empties the parameters
+        eventually(lambda: schedules(up)[slug] == (False, "0 0 29 2 *", "own"))
+        tree = read_yaml(DECLARED)
+        parameters = {"name": campaign.name, "overrides": campaign.overrides}
+        often = {"slug": "often", "interval": 15, "active": True, "parameters": parameters}
+        next(entry for entry in tree["deployments"] if entry["entrypoint"] == CAMPAIGN)["schedules"].append(often)
+        file.write_text(json.dumps(tree).replace("0 6 * * 1", "0 7 * * 1"))
+        assert register(up.api, file) == ["campaign/tithe", "evaluate/tithe", "plan/tithe", "sweep/tithe"]
+        assert schedules(up) == {**kept, "often": (True, None, campaign.name)}
+        assert schedules(up, "evaluate") == {"weekly": (False, "0 7 * * 1", None)}
+        run = eventually(lambda: [run for run in fired(up, campaign.name) if run["state"]["type"] in ENDED], 300)[0]
+        assert (run["name"], run["state"]["name"]) == (campaign.workspace.run_id, "Completed"), run["state"]
+        assert (run["created_by"]["type"], run["created_by"]["display_value"]) == ("SCHEDULE", "often")
+        assert run["parameters"] == parameters
+        assert campaign.made == ["prepare", "train", "evaluate", "report"]
+    finally:
+        register(up.api)
+        found = schedules(up)
+        up.api.ask("DELETE", f"{path}/{own}")
+        up.api.ask("PATCH", nightly, {"active": False, "schedule": {**seldom, "cron": "0 1 * * *"}, "parameters": {}})
+    assert found == kept
+    assert schedules(up, "evaluate") == {"weekly": (False, "0 6 * * 1", None)}
+    eventually(lambda: all(run["state"]["type"] in ENDED for run in fired(up, campaign.name)), 300)
+
+
+def test_of_missed_times_of_a_schedule_only_the_last_is_made_up_for(up: Up, eventually: Any) -> None:
+    plan, light = deployments(up.api)["flows.deployments.plan"], "work_pools/tithe/queues/light"
+    found = {"deployments": {"id": {"any_": [plan["id"]]}}, "flow_runs": {"tags": {"all_": ["auto-scheduled"]}}}
+
+    def runs(state: str) -> list[str]:
+        now = datetime.now(UTC).isoformat()
+        due = {**found["flow_runs"], "state": {"name": {"any_": [state]}}, "next_scheduled_start_time": {"before_": now}}
+        wanted = {**found, "flow_runs": due, "sort": "NEXT_SCHEDULED_START_TIME_ASC"}
+        return [run["id"] for run in up.api.ask("POST", "flow_runs/filter", wanted)]
+
+    up.api.ask("PATCH", light, {"is_paused": True})
+    often = {"active": True, "schedule": {"interval": 1, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "UTC"}}
+    schedule = up.api.ask("POST", f"deployments/{plan['id']}/schedules", [often])[0]["id"]
+    try:
+        missed = eventually(lambda: len(due := [*runs("Scheduled"), *runs("Late")]) >= 3 and due)
+        number = skip_missed(up.api)
+        made = [run for run in up.api.ask("POST", "flow_runs/filter", found) if run["created_by"]["id"] == schedule]
+        skipped = [run["id"] for run in made if run["state"]["name"] == "Skipped"]
+        assert len(skipped) == number >= 2
+        assert len([run for run in missed if run not in skipped]) <= 1
+    finally:
+        up.api.ask("DELETE", f"deployments/{plan['id']}/schedules/{schedule}")
+        up.api.ask("PATCH", light, {"is_paused": False})
+    assert not runs("Scheduled")
 
 
 def test_a_mistake_in_the_form_is_one_sentence(up: Up, eventually: Any) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from flows.trials import Asked, Runner, resolve_sweep
 from tasks.compare import differing, from_files, table
+from tasks.doctor import look
+from tasks.lineage import lineage
 from tasks.record import read_record
 from tasks.runs import read_run
 from tasks.sweep import Outcome, Spec, Sweep, Trial
@@ -181,6 +183,12 @@ def test_optuna_proposes_and_stops_what_is_hopeless(sweep: Make) -> None:
     assert outcome is not None
     assert outcome.state == "pruned"
     assert "below the others' median" in (outcome.error or "")
+    facts = read_run(slow.sweep.workspace(slow.sweep.trials[3]).run)
+    assert facts.status == "pruned"
+    text = "\n".join(lineage(facts.run).lines())
+    assert f"{facts.run.name}  pruned at step" in text
+    assert "not made: stage train was killed: " in text
+    assert not [line for line in look(facts.run).lines if "go on" in line]
     again = sweep(axis, kind="optuna", trials=4)
     again.run()
     assert made(again.sweep, "train") == 4  # pruned is done

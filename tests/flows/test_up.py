@@ -20,7 +20,7 @@ import pytest
 
 from flows.pool import Api
 from flows.server import ServerError, addresses, answers, find_server, free_port, settings
-from flows.up import Keeper, check_port
+from flows.up import Keeper, check_port, serve
 from tasks.locks import Owner
 from trainer.errors import BusyError, ConfigError
 
@@ -173,6 +173,45 @@ def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, e
     eventually(lambda: not any(owner.is_alive for owner in owners))
     assert not answers(f"http://127.0.0.1:{mlflow_port}/health")
     assert find_server() is None
+
+
+@pytest.mark.smoke
+def test_the_end_of_its_terminal_stops_it_as_ctrl_c_does(state: Path, prefect_server: str, eventually: Any) -> None:
+    process = up(free_port(), free_port())
+    try:
+        read_until(process, "Ctrl-C")
+        owners = [Owner.of(child.pid) for child in psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGHUP)
+        rest, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, rest
+    assert "stopped" in rest
+    eventually(lambda: not any(owner.is_alive for owner in owners))
+    assert not addresses()
+
+
+@pytest.mark.smoke
+def test_stopped_while_it_makes_its_databases_it_says_so_and_leaves_nothing_running(tmp_path: Path, eventually: Any) -> None:
+    process = up(free_port(), free_port(), TITHE_STATE=str(tmp_path))
+    try:
+        children = eventually(lambda: psutil.Process(process.pid).children())
+        owners = [Owner.of(child.pid) for child in children]
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert (process.returncode, said.splitlines()) == (0, ["stopped"])
+    eventually(lambda: not any(owner.is_alive for owner in owners))
+    assert not (tmp_path / "prefect" / "initialised").exists()
+
+
+def test_one_port_for_both_servers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TITHE_STATE", str(tmp_path))
+    port = free_port()
+    with pytest.raises(BusyError, match=rf"port {port} is Prefect's; .*--mlflow-port"):
+        serve(port, port)
+    assert not list(tmp_path.glob("*.db"))
 
 
 DEAF = """

@@ -68,6 +68,8 @@ def test_the_page_holds_the_table_a_line_per_run_and_no_script(rows: list[Row]) 
     assert "&lt;script&gt;" in text
     assert text.count("<svg") == 1  # one metric that all of them have
     assert text.count('class="line s') == 4
+    torn = Row("no step", "failed", {}, {}, {})  # its curves that are missing take none from the others
+    assert page("sweep", [*rows[:3], torn], OBJECTIVE).count("<svg") == page("sweep", rows[:3], OBJECTIVE).count("<svg") > 1
     many = page("many", [Row(str(n), "finished", {}, {OBJECTIVE: [(1, n), (2, n)]}, {}) for n in range(14)], OBJECTIVE)
     assert "4 more are in the table" in many
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tasks.promote import ORIGIN, NotBetter, export, gate, promote
-from tasks.record import begin, config_hash, finish
+from tasks.record import PRUNED, begin, config_hash, finish
 from tasks.registry import STAGES
 from tasks.tracking import tracking_uri
 from tasks.workspace import REPOSITORY, Workspace
@@ -88,8 +88,11 @@ def test_no_gain_beyond_chance_is_not_promoted(finished: Finish) -> None:
 
 def test_what_is_not_there_or_not_this_runs_is_refused(finished: Finish, put_artifact: Any, tmp_path: Path) -> None:
     half = finished(stages=4)
-    with pytest.raises(DataError, match="has no evaluation yet"):
+    with pytest.raises(DataError, match=r"has no evaluation yet \(finished\); `tithe resume` finishes it"):
         gate(half.run)
+    finish(half.run, "KILLED", error=f"{PRUNED}5 of 12: hopeless")
+    with pytest.raises(DataError, match=r"has no merged yet \(pruned at step 5 of 12: hopeless\); compare its sweep's other"):
+        export(half.run, tmp_path / "out", "vllm")
     whole = finished()
     weights = whole.artifact("merged") / "model.safetensors"
     data = bytearray(weights.read_bytes())
