@@ -1,6 +1,6 @@
 """The quickstart's task learnt by both methods, train stages side by side: the default campaign, and recipes/lora-async.yaml.
 
-    python -m benchmarks.recipe [--steps 60]
+    python -m benchmarks.recipe [--steps 80]
 
 Prompts, base and anchors are made once. Expected: async ends within 0.03 of sync's held-out accuracy, in at most 1.3 times its
 wall time; no sample is older than the bound; the pool is waited for in less than 2 % of the time. About four minutes on two idle

@@ -113,7 +113,8 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._launcher = Launcher(self.sweep.config, self.fork)
-        self._all_threads = 0 if THREADS in os.environ else self.workers * self.sweep.threads
+        chosen = THREADS in os.environ or self.sweep.config.machine.threads
+        self._all_threads = 0 if chosen else len(os.sched_getaffinity(0))
         self._active: dict[int, Session] = {}
         self._pruned: dict[int, Outcome] = {}
         self._looked: dict[int, tuple[float, int]] = {}  # trial -> when its curve was read, and how long the file was
@@ -288,7 +289,10 @@ class Runner:
         run_plainly(session, beat, result, rest)
 
     def _threads_of(self, shared: Sequence[Stage]) -> int:
-        """Return the threads for stages that all trials share: every core, since the others wait for them; else 0."""
+        """Return the threads for stages that all trials share: every core, since the others wait for them; else 0.
+
+        Also 0 where a person has said how many threads a stage has.
+        """
         axes = [axis.key for axis in self.sweep.spec.parsed]
         params = [key for stage in shared for key in stage.params]
         apart = any(f"{axis}.".startswith(f"{key}.") or f"{key}.".startswith(f"{axis}.") for axis in axes for key in params)

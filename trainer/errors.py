@@ -171,7 +171,8 @@ _OF_THE_PLACE = {
 
 def without_password(text: str) -> str:
     """Return a text in which the password of every address is hidden: for messages, and for files that are passed on."""
-    hidden = re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", text)
+    http = r"https?://[^:/@\s]*:(?!\d{1,5}[/?#])"  # behind a port, an @ is part of the path
+    hidden = re.sub(rf"({http}|(?<!http)(?<!https)://[^:/@\s]*:)\S*@", r"\1***@", text)
     return re.sub(r"([?&](?:ssl)?password=)[^&\s]*", r"\1***", hidden, flags=re.IGNORECASE)
 
 

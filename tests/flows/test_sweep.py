@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flows.trials import Asked, Runner, resolve_sweep
+from flows.trials import Asked, Runner, before_training, resolve_sweep
 from tasks.compare import differing, from_files, table
 from tasks.doctor import look
 from tasks.lineage import lineage
@@ -101,8 +101,17 @@ def test_what_all_trials_wait_for_has_all_cores(sweep: Make, monkeypatch: pytest
     threads = runner.sweep.threads
     runner.run()
     maker = next(n for n in range(3) if (runner.sweep.root / f"{n:03d}" / "made.txt").read_text().startswith("prepare"))
-    assert f"threads: {2 * threads}" in said(runner.sweep, maker, "prepare")
+    assert f"threads: {len(os.sched_getaffinity(0))}\n" in said(runner.sweep, maker, "prepare")
     assert all(f"threads: {threads}\n" in said(runner.sweep, n, "train") for n in range(3))
+
+
+def test_threads_that_a_person_chose_stay(sweep: Make, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep()._all_threads == 0, "OMP_NUM_THREADS is set"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    runner = sweep()
+    assert runner._threads_of(before_training(runner.sweep.stages)) == len(os.sched_getaffinity(0))
+    tiny.overrides.append("machine.threads=1")
+    assert sweep()._all_threads == 0
 
 
 def test_what_trials_make_apart_shares_the_cores(sweep: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,8 @@ def test_a_key_follows_the_files_of_a_local_base(tmp_path: Path) -> None:
         ("at postgresql+psycopg://tithe:s3:c@ret@db:5432/x: no", "at postgresql+psycopg://tithe:***@db:5432/x: no"),
         ("http://user:word@mlflow:5000 and http://mlflow:5000/ab", "http://user:***@mlflow:5000 and http://mlflow:5000/ab"),
         ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+        ("http://judge:8000/score@v1", "http://judge:8000/score@v1"),
+        ("postgresql://me:12/34@db/x", "postgresql://me:***@db/x"),
         ("postgresql://me@db/x?sslmode=require&password=s3cret no", "postgresql://me@db/x?sslmode=require&password=*** no"),
     ],
 )

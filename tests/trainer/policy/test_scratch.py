@@ -7,7 +7,7 @@ import torch
 
 from trainer.config.schema import ScratchModel
 from trainer.errors import DataError
-from trainer.policy.scratch import forget_carry, train_scratch
+from trainer.policy.scratch import Rows, build_model, forget_carry, train_scratch
 from trainer.policy.tokenizer import character_tokenizer, encode
 from trainer.types import Prompt
 
@@ -65,3 +65,26 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     weights = [train(0.5, seed)[0].state_dict() for seed in (3, 3, 4)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_continuations_of_a_row_do_not_see_each_other() -> None:
+    """Loss and gradients are those of every continuation in a row of its own, for any weights."""
+    scratch = ScratchModel(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=32, steps=1, decay_steps=0)
+    model = build_model(scratch, TOKENIZER, 64, seed=0).double()
+    model.set_attn_implementation("eager")
+    prompts = [encode(TOKENIZER, text) for text in ("57+68=", "=", "12+34=")]
+    end = (TOKENIZER.eos_token_id,)
+    answers = [[encode(TOKENIZER, text) + end for text in texts] for texts in (("125", "15"), ("", "907"), ("46", "46"))]
+    for shares in ([0.3, 0.7], [1.0, 0.0], [0.0, 1.0]):
+        plain, total = [], 0.0
+        for prompt, several in zip(prompts, answers, strict=True):
+            for answer, share in zip(several, shares, strict=True):
+                logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+                plain.append(share * torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+                total += share * len(answer)
+        expected = torch.stack(plain).sum() / total
+        wanted = torch.autograd.grad(expected, list(model.parameters()))
+        loss = Rows.of(prompts, answers, shares).loss(model, torch.arange(3))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # the weights of a row are 32-bit
+        for one, other in zip(wanted, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-6)  # attention sums in 32 bits
