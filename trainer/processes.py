@@ -7,6 +7,7 @@ process <pid>, which must be the one that started it, ends. Importable without t
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import random
@@ -50,11 +51,17 @@ def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signa
 
 def free_port() -> int:
     """Return a port of the loopback interface that is free, and that nobody takes by chance before a server binds it."""
+    chance = random.SystemRandom()
     while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        port = chance.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # of no port, then
+                    raise
+            else:
+                return port
 
 
 def yield_to_work() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trainer.processes import fit_malloc, importing
+from trainer.processes import fit_malloc, free_port, importing
 
 
 def failing_import() -> None:
@@ -85,3 +86,14 @@ def test_a_module_loads_when_it_is_used(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
     ).stdout
     assert said.split() == ["imported", "loaded", "3", "3"]
+
+
+def test_a_free_port_is_one_that_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        held, free = holder.getsockname()[1], free_port()
+        monkeypatch.setattr("trainer.processes._PORTS", [held] * 3 + [free])
+        assert {free_port() for _ in range(9)} == {free}
+    monkeypatch.setattr("trainer.processes._PORTS", [70_000])
+    with pytest.raises(OverflowError):  # what is wrong with every port is no reason to try for ever
+        free_port()
