@@ -257,7 +257,7 @@ class Session:
         job.lease.drop()
         if ending == "exited" and code == 0:
             return
-        if ending == "stopped":
+        if ending == "stopped" or (self.stop and code == -signal.SIGTERM):  # by the end of a job, before it could listen
             raise self.stop.error()
         if ending == "exited" and code == StopRequested.exit_code:
             self.stop.ask(f"{name} was asked to stop")

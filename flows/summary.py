@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flows.server import addresses
 from tasks.tracking import Sidecar, tracking_uri
@@ -53,4 +54,6 @@ def mlflow_link(workspace: Workspace) -> str | None:
     server = uri if uri.startswith("http") else addresses().get("mlflow")
     if not server or not sidecar.run_id:
         return None
-    return f"{str(server).rstrip('/')}/#/experiments/{sidecar.experiment_id}/runs/{sidecar.run_id}"
+    parts = urlsplit(str(server).rstrip("/"))
+    public = parts._replace(netloc=parts.netloc.rpartition("@")[2])  # Prefect shows it to everybody; the browser asks for a name
+    return f"{public.geturl()}/#/experiments/{sidecar.experiment_id}/runs/{sidecar.run_id}"

@@ -15,8 +15,10 @@ import pytest
 
 from flows.console import Console
 from flows.start import next_commands, tell_from_where
+from flows.summary import mlflow_link
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.record import begin, finish
+from tasks.tracking import Sidecar
 from tasks.workspace import REPOSITORY
 from trainer.errors import ConfigError
 
@@ -156,6 +158,13 @@ def test_a_run_that_goes_on_says_from_which_checkpoint(tiny: Any, capsys: pytest
     assert told() == "resuming attempt 1, which ended FAILED: nothing current; train goes on from step_000010"
     finish(workspace.run, "FINISHED")
     assert told() == ""
+
+
+def test_the_link_to_mlflow_holds_no_password(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:s3cret@mlflow.example/below/")
+    assert mlflow_link(tiny.workspace) is None
+    Sidecar("record", "https://me:***@mlflow.example/below/", "7", "abc").write(tiny.workspace.run)
+    assert mlflow_link(tiny.workspace) == "https://mlflow.example/below/#/experiments/7/runs/abc"
 
 
 @pytest.mark.smoke

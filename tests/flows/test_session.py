@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.child import Lease
+from flows.child import Lease, signal_group
 from flows.session import StageFailed, StageResult, Stop, open_session, run_plainly, signals_ask
 from tasks.artifacts import cache_directory
 from tasks.record import read_record
@@ -145,6 +145,17 @@ def test_a_signal_stops_after_a_checkpoint_and_the_next_run_goes_on(tiny: Any) -
     again.run(tiny.workspace)
     assert again.how == {"prepare": "cached", "train": "made", "evaluate": "made", "report": "made"}
     assert read_json(tiny.root / "artifacts" / "policy" / "manifest.json")["resumed_from"] >= 2
+
+
+def test_a_job_whose_end_reaches_a_stage_before_it_can_listen_is_stopped_and_has_not_failed(tiny: Any) -> None:
+    tiny.plan(wait_in="prepare")
+    workspace = tiny.workspace
+    with open_session(workspace, print, tracking=False, fork=False) as session:
+        job = session._start(workspace.stages[0], 1)
+        session.stop.ask("stopped by SIGTERM")
+        signal_group(job.child.pid, signal.SIGTERM)
+        with pytest.raises(StopRequested, match="stopped by SIGTERM"):
+            session._see_through(job, lambda beat: None)
 
 
 def test_a_second_campaign_in_the_same_workspace_is_refused(tiny: Any) -> None:
