@@ -55,7 +55,7 @@ def limit_threads(config: CampaignConfig) -> None:
     A thread that waits for the others of its team spins a quarter of a millisecond and then sleeps. OpenMP's own choice, several
     milliseconds, burns a core while whoever has the other's is at work: three times slower beside two busy processes.
     """
-    threads = config.machine.threads or os.cpu_count() or 1
+    threads = config.machine.threads or len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

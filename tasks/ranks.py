@@ -115,7 +115,7 @@ def launch(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
         signals_to_handle="SIGUSR2",  # nobody sends it: the wish to stop is passed on below, without a deadline
         local_addr="localhost" if machine.nodes == 1 else None,
     )
-    threads = max((machine.threads or os.cpu_count() or 1) // count, 1)
+    threads = max((machine.threads or len(os.sched_getaffinity(0))) // count, 1)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     failed: Mapping[int, Any] = {}
     ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), STAGE_PID: str(os.getpid())}

@@ -283,3 +283,11 @@ def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
     monkeypatch.setattr(os, "environ", environment)
     command.limit_threads(load_config(REPOSITORY / "params.yaml", ["machine.threads=3"]))
     assert (environment["OMP_NUM_THREADS"], environment.get("GOMP_SPINCOUNT")) == ("3", spins)
+
+
+def test_threads_are_as_many_as_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a big machine a job has a few."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    command.limit_threads(load_config(REPOSITORY / "params.yaml"))
+    assert os.environ["OMP_NUM_THREADS"] == "5"

@@ -383,7 +383,7 @@ class AsyncSchedule(SyncSchedule):
     def _share_threads(self) -> int:
         """Share the cores between learner and samplers; a run keeps its number, on which sums depend to the last bit."""
         known = self.pool.fact(THREADS)
-        threads = self.config.machine.threads or os.cpu_count() or 1
+        threads = self.config.machine.threads or len(os.sched_getaffinity(0))
         each = int(known) if known else threads_each(threads, self.num_processes)
         if known is None:
             self.pool.set_fact(THREADS, str(each))
