@@ -43,7 +43,7 @@ class ConfigError(TitheError):
 
     def __init__(self, key: str, value: object, problem: str):
         self.key, self.value, self.problem = key, value, problem
-        super().__init__(f"{key} = {value!r}: {problem}")
+        super().__init__(f"{key} = {without_password(repr(value))}: {problem}")
 
 
 class ConfigErrors(ConfigError):

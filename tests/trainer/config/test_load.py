@@ -229,6 +229,11 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(key: str, address:
     assert "cret" not in str(caught.value)
 
 
+def test_a_password_under_a_misspelt_key_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match=r"train\.pool\.urll = 'postgresql://me:\*\*\*@pool/x': unknown key"):
+        load_config(PARAMS, ["train.pool.urll=postgresql://me:s3cret@pool/x"])
+
+
 def test_allowed_but_seldom_meant_choices_are_warned_about() -> None:
     assert load().warnings() == []
     lora = load("train.method=lora", "train.lora.dropout=0.1", "base.source=hf:x", "train.optimizer.learning_rate=1e-7")
