@@ -38,6 +38,7 @@ from trainer.files import read_json, write_json
 from trainer.metrics import HEARTBEAT
 
 POLL_SECONDS = 0.5
+THREADS = "OMP_NUM_THREADS"
 _ONE_AT_A_TIME = threading.RLock()  # multiprocessing's book of children is not made for several threads, and a sweep has them
 
 
@@ -88,14 +89,18 @@ class ForkedChild:
 
 def _enter(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
     """Become `python -m tasks <arguments>` in a freshly forked process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the process that it was forked from ignores
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which the process that it was forked from puts off
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
     os.chdir(REPOSITORY)
     os.environ.update(environment)
+    if THREADS in environment:  # torch read another number before the fork
+        import torch
+
+        torch.set_num_threads(int(environment[THREADS]))
     threading.Thread(target=_stop_after_flow, name="stop-after-flow", daemon=True).start()
     sys.exit(run_tasks(list(arguments)))
 

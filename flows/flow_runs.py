@@ -47,6 +47,14 @@ def directory() -> Path:
     return state_directory() / "flow-runs"
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a note, or None for one that its process has removed in between."""
+    try:
+        return dict(read_json(path))
+    except FileNotFoundError:
+        return None
+
+
 def note(flow_run: str, run: Path, deployed: bool) -> None:
     """Write down that this process works on a flow run.
 
@@ -55,7 +63,7 @@ def note(flow_run: str, run: Path, deployed: bool) -> None:
         deployed: whether a worker started it, and can start it again.
     """
     path = directory() / f"{flow_run}.json"
-    resumes = read_json(path).get("resumes", 0) if path.exists() else 0
+    resumes = (_read(path) or {}).get("resumes", 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     entry = {"owner": Owner.me().to_json(), "run": str(run), "deployed": deployed, "since": time.time(), "resumes": resumes}
     write_json(path, entry)
@@ -63,7 +71,7 @@ def note(flow_run: str, run: Path, deployed: bool) -> None:
 
 def at_work() -> list[str]:
     """Return the flow runs of workers that a process of this machine is working on."""
-    entries = {path.stem: read_json(path) for path in directory().glob("*.json")}
+    entries = {path.stem: entry for path in directory().glob("*.json") if (entry := _read(path)) is not None}
     return [name for name, entry in entries.items() if entry["deployed"] and Owner.from_json(entry["owner"]).is_alive]
 
 
@@ -83,7 +91,9 @@ def settle(api: str, over: bool = False) -> dict[str, str]:
     given: dict[str, str] = {}
     me = Owner.me()
     for path in sorted(directory().glob("*.json")):
-        entry = read_json(path)
+        entry = _read(path)
+        if entry is None:
+            continue
         owner = Owner.from_json(entry["owner"])
         mine = over and owner == me
         if not owner.is_here or not (mine or (not owner.is_alive and _long_gone(path, entry))):
@@ -133,8 +143,9 @@ def schedule_again(api: str, flow_run: str, message: str) -> None:
         httpx.HTTPError.
     """
     path = directory() / f"{flow_run}.json"
-    if path.exists():
-        write_json(path, {**read_json(path), "scheduled": time.time()})
+    entry = _read(path)
+    if entry is not None:
+        write_json(path, {**entry, "scheduled": time.time()})
     set_state(api, flow_run, again(message))
 
 

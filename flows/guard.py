@@ -1,8 +1,8 @@
-"""`python -m flows.guard <parent pid> <module> <arguments>`: run a module as a program that ends when its parent does.
+"""`python -m flows.guard [--yield] <parent pid> <module> <arguments>`: run a module as a program that ends when its parent does.
 
 For servers: one that outlived a killed `tithe` would hold its port and its database. The kernel sends SIGTERM; a server that
 is still at work a minute later, with requests that nobody answers any more, is killed, and what it started in its group too.
-Prefect's worker alone leaves what it started: flow runs go on by themselves.
+Prefect's worker alone leaves what it started: flow runs go on by themselves. With `--yield` it has the cores that others leave.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from trainer.processes import die_with_parent, importing
+from trainer.processes import die_with_parent, importing, yield_to_work
 
 GRACE_SECONDS = 60.0
 
@@ -35,6 +35,9 @@ def kill_after(parent: int, leaves_children: bool) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--yield":
+        del sys.argv[1]
+        yield_to_work()
     parent = int(sys.argv[1])
     die_with_parent(lambda: os.getppid() == parent)
     sys.argv = sys.argv[2:]

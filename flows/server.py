@@ -12,7 +12,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from tasks.locks import hold
 from tasks.workspace import server_database, state_directory
 from trainer.errors import BusyError, TitheError
 from trainer.files import read_json, sha256_text
+from trainer.processes import free_port
 
 READY_SECONDS = 300.0  # 5 s; a first start makes the database, 8 to 25 s; far more on a machine that is busy
 _STOP_SECONDS = 10.0
@@ -104,13 +104,6 @@ def answers(url: str, timeout_seconds: float = 2.0) -> bool:
         connection.close()
 
 
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 class Server:
     """A server as a child process, in its own session, with a log file.
 
@@ -118,14 +111,24 @@ class Server:
         name: for messages.
         module: run as `python -m <module> <arguments>`.
         health: URL that answers 200 when it is ready; empty for one that nobody asks.
+        yields: whether the work of a campaign beside it comes first.
     """
 
-    def __init__(self, name: str, module: str, arguments: list[str], health: str, log: Path, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        health: str,
+        log: Path,
+        environment: Mapping[str, str],
+        yields: bool = False,
+    ):
         self.name, self.health, self.log = name, health, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.guard", str(os.getpid()), module, *arguments],
+                [sys.executable, "-m", "flows.guard", *(["--yield"] * yields), str(os.getpid()), module, *arguments],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -193,6 +196,7 @@ class PrivateServer(Server):
             f"{self.api_url}/health",
             log,
             environment,
+            yields=True,
         )
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from flows import gate
-from flows.child import Child, Launcher, Lease, Limits, end, watch
+from flows.child import THREADS, Child, Launcher, Lease, Limits, end, watch
 from tasks.artifacts import commit, prepare_workspace, restore
 from tasks.command import limit_threads
 from tasks.locks import hold
@@ -121,6 +121,7 @@ class Session:
     tracking: bool = True
     force: frozenset[str] = frozenset()
     stop: Stop = field(default_factory=Stop)
+    threads: int = 0  # of a stage's process; 0 leaves it to the configuration
     results: dict[str, StageResult] = field(default_factory=dict)
     _attempts: dict[str, int] = field(default_factory=dict)
     _shipper: Shipper | None = None
@@ -240,7 +241,8 @@ class Session:
         if lease.end_survivor(self.limits.grace_seconds):
             self.say(f"{stage.name}: ended a process that an earlier run had left behind")
         begun = log.stat().st_size if log.exists() else 0
-        child = self.launcher.start(self._arguments(stage, number), log, {PARENT_TRACKS: "1"})
+        environment = {PARENT_TRACKS: "1"} | ({THREADS: str(self.threads)} if self.threads else {})
+        child = self.launcher.start(self._arguments(stage, number), log, environment)
         lease.take(child)
         return Job(stage, child, lease, log, begun, time.monotonic())
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.child import Launcher, has_accelerator
+from flows.child import THREADS, Launcher, has_accelerator
 from flows.session import Beat, Session, StageResult, Stop, open_session, run_plainly, signals_ask
 from flows.workspaces import resolve_config
 from tasks.command import limit_threads, load_stages
@@ -113,6 +113,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._launcher = Launcher(self.sweep.config, self.fork)
+        self._all_threads = 0 if THREADS in os.environ else self.workers * self.sweep.threads
         self._active: dict[int, Session] = {}
         self._pruned: dict[int, Outcome] = {}
         self._looked: dict[int, tuple[float, int]] = {}  # trial -> when its curve was read, and how long the file was
@@ -278,11 +279,20 @@ class Runner:
         made: list[str] = []
         if not all(session.workspace.is_current(stage) for stage in shared):
             with turn(session, shared):
+                session.threads = self._threads_of(shared)
                 run_plainly(session, beat, result, [stage.name for stage in shared])
+                session.threads = 0
                 if made:
                     session.commit()  # now, so that the others find it
         rest = [stage.name for stage in session.stages if stage not in shared]
         run_plainly(session, beat, result, rest)
+
+    def _threads_of(self, shared: Sequence[Stage]) -> int:
+        """Return the threads for stages that all trials share: every core, since the others wait for them; else 0."""
+        axes = [axis.key for axis in self.sweep.spec.parsed]
+        params = [key for stage in shared for key in stage.params]
+        apart = any(f"{axis}.".startswith(f"{key}.") or f"{key}.".startswith(f"{axis}.") for axis in axes for key in params)
+        return 0 if apart else self._all_threads
 
     def _look(self, trial: Trial, session: Session) -> None:
         """Stop a trial that is worse than the others were at the same step."""

@@ -29,8 +29,8 @@ from flows.server import Server, ServerError, addresses_file, initialised_marker
 from flows.workspaces import recipe_names
 from tasks.locks import Owner, hold, wait_for
 from tasks.tracking import artifact_root, own_store
-from tasks.workspace import REPOSITORY, server_database, state_directory, without_password
-from trainer.errors import BusyError, TitheError, first_line
+from tasks.workspace import REPOSITORY, server_database, state_directory
+from trainer.errors import BusyError, TitheError, first_line, without_password
 from trainer.files import sha256_text, write_json
 
 HOST, WORKER = "127.0.0.1", "the worker"

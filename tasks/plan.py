@@ -155,6 +155,8 @@ def gate(workspace: Workspace, force: bool = False) -> list[str]:
         said.append(f"warning: {over or plan.verdict.sentence + '.'}{_way_out(plan)}")
     else:
         said.append(f"plan: {plan.verdict.sentence}")
+    if odd := workspace.config.train.memory.too_many_stay(plan.request.card.num_layers):
+        said.append(f"warning: {odd}")
     record_prediction(workspace, plan)
     return said
 

@@ -21,8 +21,10 @@ MODULES = (
     "peft",
 )
 
-for _number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, or the end of a job, is for the flow, which stops its stages in order
-    signal.signal(_number, signal.SIG_IGN)
+# Ctrl-C, or the end of a job, is for the flow, which stops its stages in order. The second is only put off, in this process for
+# ever: a stage that is asked to stop before it can listen (flows/child.py) hears it then.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 _before = gc.get_threshold()
 gc.set_threshold(100_000, 50, 50)  # as trainer.processes.importing does
 for _name in MODULES:

@@ -118,7 +118,8 @@ def launch(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     threads = max((machine.threads or os.cpu_count() or 1) // count, 1)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     failed: Mapping[int, Any] = {}
-    with _environment(PYTHONPATH=path, OMP_NUM_THREADS=str(threads)), _passing_on_stop(folder):
+    ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), STAGE_PID: str(os.getpid())}
+    with _environment(**ours), _passing_on_stop(folder):
         try:
             elastic_launch(start, sys.executable)("-m", "tasks.ranks", str(folder / ASSIGNMENT))
         except ChildFailedError as error:
@@ -214,10 +215,11 @@ def main(arguments: list[str]) -> int:
     assignment = Assignment(**read_json(Path(arguments[0])))
     rank = int(os.environ["RANK"])
     end = Path(assignment.run) / RANKS / f"{rank}.json"
+    # who may have ended already is known by the stage alone; on another machine torchrun says nothing of itself
+    parent = int(os.environ.get(STAGE_PID) or os.getppid())
     os.environ[STAGE_PID] = str(assignment.stage_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the stage
     signal.signal(signal.SIGTERM, _stop)
-    parent = os.getppid()
     try:
         die_with_parent(lambda: os.getppid() == parent, signal.SIGKILL)
         if (Path(assignment.run) / RANKS / STOP).exists():

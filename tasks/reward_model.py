@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.registry import StagePaths
-from tasks.sources import find
+from tasks.sources import find, place_of
 from trainer.config import CampaignConfig
 from trainer.config.schema import RewardTraining
 from trainer.errors import ConfigError, DataError
@@ -34,9 +34,9 @@ def read_pairs(options: RewardTraining) -> list[Pair]:
     """
     from trainer.reward.preference import Pair
 
-    path = find(options.pairs)
-    if path is None or not path.is_file():
-        raise ConfigError("reward_training.pairs", options.pairs, "no such file in the working directory or the repository")
+    path = place_of(options.pairs)
+    if not path.is_file():
+        raise ConfigError("reward_training.pairs", options.pairs, f"there is no file {path}; give the right path")
     pairs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():

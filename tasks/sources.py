@@ -5,8 +5,8 @@
     parquet:<file>         one row a record, read in batches
     hf:<name or folder>    `datasets`: a folder written by save_to_disk, a folder with Parquet or JSONL files, or a hub name
 
-A relative path is looked for in the working directory, then in the repository. A row that cannot be read becomes a BadRow with
-its place; nothing is dropped here. Heavy libraries are imported only by the kind that needs them.
+A relative path begins at the repository's root, where every stage runs, wherever it is started. A row that cannot be read
+becomes a BadRow with its place; nothing is dropped here. Heavy libraries are imported only by the kind that needs them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from trainer.config import CampaignConfig
 from trainer.config.schema import PromptSource
 from trainer.errors import NOBODYS_FAULT, ConfigError, DataError, first_line, nearest
 from trainer.files import MANIFEST
+from trainer.reward.judges import reasoning_gym_tasks
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parent.parent
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja")
 _HF_OPTIONS = ("config", "split", "revision")
 _RESERVED = {"seed": "it follows from campaign.seed", "size": "it is num_rows"}
@@ -60,11 +61,14 @@ def read_rows(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRo
             return
 
 
+def place_of(locator: str) -> Path:
+    """Return the absolute path that a path of the configuration means."""
+    return REPOSITORY / Path(locator).expanduser()
+
+
 def find(locator: str) -> Path | None:
     """Return where a path of the configuration lies, or None."""
-    path = Path(locator).expanduser()
-    places = [path] if path.is_absolute() else [Path.cwd() / path, _REPOSITORY / path]
-    return next((place for place in places if place.exists()), None)
+    return place if (place := place_of(locator)).exists() else None
 
 
 def local_files(source: PromptSource) -> list[Path]:
@@ -117,12 +121,9 @@ def pair_files(config: CampaignConfig) -> list[Path]:
 
 
 def _find_file(source: PromptSource, key: str) -> Path:
-    path = find(source.locator)
-    if path is None:
-        problem = "no such file in the working directory or the repository; give the right path"
-        if Path(source.locator).is_absolute():
-            problem = "no such file; give the right path"
-        raise ConfigError(f"{key}.source", source.source, problem)
+    path = place_of(source.locator)
+    if not path.exists():
+        raise ConfigError(f"{key}.source", source.source, f"there is no {path}; give the right path")
     if not path.is_file():
         what = "is a directory; name a file, or use hf:<directory>" if path.is_dir() else "is no regular file; name one"
         raise ConfigError(f"{key}.source", source.source, what)
@@ -256,13 +257,10 @@ def _reasoning_gym(source: PromptSource, key: str, seed: int) -> Iterator[Row | 
 def _make_task(source: PromptSource, key: str, size: int, seed: int) -> Any:
     import dataclasses
 
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    task = source.locator
-    if task not in DATASETS:
-        raise ConfigError(f"{key}.source", source.source, "no such reasoning_gym task; " + nearest(task, DATASETS))
-    valid = {f.name for f in dataclasses.fields(DATASETS[task][1])}
+    task, tasks = source.locator, reasoning_gym_tasks()
+    if task not in tasks:
+        raise ConfigError(f"{key}.source", source.source, "no such reasoning_gym task; " + nearest(task, tasks))
+    valid = {f.name for f in dataclasses.fields(tasks[task][1])}
     for name, value in source.options.items():
         if name in _RESERVED:
             raise ConfigError(f"{key}.options.{name}", value, f"cannot be set here; {_RESERVED[name]}")
@@ -271,6 +269,8 @@ def _make_task(source: PromptSource, key: str, size: int, seed: int) -> Any:
                 f"{key}.options.{name}", value, f"unknown setting of {task}; " + nearest(name, valid - {*_RESERVED})
             )
     try:
+        import reasoning_gym
+
         # Some generators hand their seed to numpy, which takes 32 bits.
         return reasoning_gym.create_dataset(task, size=size, seed=seed % 2**31, **source.options)
     except NOBODYS_FAULT:

@@ -35,12 +35,12 @@ from tasks.compare import CHARTS, Row
 from tasks.locks import Owner, wait_for
 from tasks.record import Record, Status, begin, config_hash, ending, finish, flatten, git_tags, read_record, truth
 from tasks.sweep import read_trial
-from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory, without_password
+from tasks.workspace import REPOSITORY, Workspace, server_database, state_directory
 from trainer.config import as_tree
-from trainer.errors import DataError, TitheError
+from trainer.errors import DataError, TitheError, without_password
 from trainer.files import canonical_json, list_files, read_json, read_manifest, sha256_text, write_json
 from trainer.metrics import EVENTS, METRICS, RESULT, read_lines
-from trainer.processes import importing
+from trainer.processes import importing, yield_to_work
 
 SIDECAR = "mlflow.json"
 PARENT_TRACKS = "TITHE_PARENT_TRACKS"
@@ -90,9 +90,11 @@ class Cursor:
 
 def read_new(path: Path, cursor: Cursor) -> tuple[list[dict[str, Any]], Cursor]:
     """Return the metric lines that were not sent yet, and the cursor behind them."""
-    if not path.exists():
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
         return [], cursor
-    with open(path, "rb") as file:
+    with file:
         start, skip = cursor.offset, cursor.skip_until
         if start:
             file.seek(max(0, start - cursor.tail_bytes))
@@ -630,13 +632,6 @@ def follow(root: Path, run: Path) -> int:
 def listen(timeout_seconds: float) -> bytes | None:
     """Return what comes on standard input, nothing at its end, None when the time is over."""
     return os.read(0, 4096) if select.select([0], [], [], timeout_seconds)[0] else None
-
-
-def yield_to_work() -> None:
-    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session."""
-    os.nice(5)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text("5", encoding="utf-8")
 
 
 def catch_up(mirror: Mirror | None, root: Path, run: Path) -> int:

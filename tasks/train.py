@@ -11,7 +11,7 @@ import csv
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,6 @@ from trainer.learn.learner import Learner
 from trainer.learn.plain import PlainEngine
 from trainer.learn.tiered import TieredAdapterEngine
 from trainer.memory.int8 import WARN_AT, Int8Reference, logprob_error, prompt_works
-from trainer.memory.sharded import ShardedSource
 from trainer.metrics import METRICS, RESULT, RunWriter, read_lines
 from trainer.policy.load import check_vocabulary, eos_token_ids, load_model, pick_device, true_shape
 from trainer.policy.policy import Policy, build_policy
@@ -111,8 +110,8 @@ def check_lengths(config: CampaignConfig, prompts: list[Prompt], model: PreTrain
         )
 
 
-def load_policy(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> tuple[Policy, Engine | None]:
-    """Return the base as a policy, its weights in their place, and the engine over them; None stands for the plain one."""
+def load_policy(config: CampaignConfig, paths: StagePaths, rank: Rank | None = None) -> tuple[Policy, Engine]:
+    """Return the base as a policy, its weights in their place, and the engine over them."""
     train, base = config.train, paths.inputs["base"]
     if train.memory.weights == "zero3":
         assert rank is not None
@@ -141,9 +140,7 @@ def load_in_pieces(config: CampaignConfig, base: Path, rank: Rank) -> tuple[Poli
     return policy, zero3.Zero3Engine(policy, train)
 
 
-def build_learner(
-    config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine | None, rank: Rank | None = None
-) -> Learner:
+def build_learner(config: CampaignConfig, paths: StagePaths, policy: Policy, engine: Engine, rank: Rank | None = None) -> Learner:
     train, seed, anchors = config.train, config.campaign.seed, None
     if train.algorithm.kl.reference == "anchors":
         made_by = origin_of(read_manifest(paths.inputs["base"]) or {})
@@ -234,6 +231,8 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     size, per_step, seed = train.batch.group_size, train.batch.samples_per_step, config.campaign.seed
 
     def look_and_record(writer: RunWriter) -> None:
+        if policy.residency and (odd := train.memory.too_many_stay(len(policy.residency.anatomy.layers))):
+            writer.event("warning", odd)
         tell_error(crew.learner, crew.heldout, writer.event)
         verifier = crew.verifier.verifier if isinstance(crew.verifier, TeamVerifier) else crew.verifier
         for sentence in size_warnings(verifier, num_parameters) if verifier else ():
@@ -246,21 +245,9 @@ def first_look(config: CampaignConfig, crew: Crew, policy: Policy) -> Callable[[
     return look_and_record
 
 
-def together(policy: Policy, engine: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Return what lets ranks run different numbers of forward passes of a policy that they share."""
-    residency = policy.residency
-    if residency is None:
-        evened: Callable[[], AbstractContextManager[None]] = engine.together
-        return evened
-    source = residency.source
-    assert isinstance(source, ShardedSource)
-    return lambda: source.together(residency.walk)
-
-
-def save_policy(policy: Policy, engine: Any, paths: StagePaths, tokenizer: Any, team: Team) -> None:
+def save_policy(policy: Policy, engine: Engine, paths: StagePaths, tokenizer: Any, team: Team) -> None:
     """Write the policy, by the first rank; the others give it their pieces."""
-    whole = getattr(engine, "whole", nullcontext)  # of what lies in pieces
-    with whole():
+    with engine.whole():
         if team.is_first:
             policy.save(paths.out, tokenizer)
         elif policy.residency is not None:
@@ -317,7 +304,7 @@ def train_with(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampler: Sampler = EmbeddedSampler(policy.model, train.sampler.slots, pad)
     if rank is not None:
-        sampler = TeamSampler(rank.team, sampler, together(policy, engine))
+        sampler = TeamSampler(rank.team, sampler, engine.together)
     try:
         eos = eos_token_ids(policy.model, tokenizer)
         guard = build_guard(config, paths, learner, sampler, prompts, eos, rank)

@@ -11,7 +11,6 @@ they worked). The repository's root is the default campaign's; any other campaig
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tasks.registry import STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
-from trainer.errors import BusyError, ConfigError, DataError, first_line
+from trainer.errors import BusyError, ConfigError, DataError, first_line, without_password
 from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_file, sha256_text, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -30,11 +29,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def state_directory() -> Path:
     """Return where databases, server addresses and the like of this machine lie: TITHE_STATE, or `.tithe/` in the repository."""
     return Path(os.environ.get("TITHE_STATE") or REPOSITORY / ".tithe").resolve()
-
-
-def without_password(text: str) -> str:
-    """Return a text in which the password of every address is hidden: for messages, and for files that are passed on."""
-    return re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", text)
 
 
 def server_database(part: str, driver: str) -> str | None:

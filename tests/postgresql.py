@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer.processes import free_port
 
 
 def postgresql_programs() -> Path | None:
@@ -22,9 +23,24 @@ def postgresql_programs() -> Path | None:
     return found[0].parent if found else None
 
 
+PASSWORD = "s3cret-of-the-pool"
+
+
+@pytest.fixture(scope="session")
+def guarded_url(postgresql_url: str) -> str:
+    """The same for the role whose password is PASSWORD."""
+    import psycopg
+
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE guarded LOGIN PASSWORD '{PASSWORD}'")
+        connection.execute("GRANT CREATE ON DATABASE postgres TO guarded")
+    return postgresql_url.replace("tithe@", "guarded@")
+
+
 @pytest.fixture(scope="session")
 def postgresql_url() -> Iterator[str]:
-    """The address of a private server; it runs without root's rights, which PostgreSQL refuses to have."""
+    """The address of a private server; it runs without root's rights, which PostgreSQL refuses to have. Only `guarded`, a role
+    that a test may make, needs a password."""
     programs = postgresql_programs()
     if programs is None:
         if os.environ.get("CI"):
@@ -40,12 +56,12 @@ def postgresql_url() -> Iterator[str]:
     run: dict[str, Any] = {**as_user, "cwd": directory, "capture_output": True, "text": True}
     made = subprocess.run([programs / "initdb", "-D", data, "-U", "tithe", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
     assert made.returncode == 0, made.stderr
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    access = data / "pg_hba.conf"
+    access.write_text("host all guarded 127.0.0.1/32 scram-sha-256\n" + access.read_text())
+    port = free_port()
     settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
     with open(directory / "log", "wb") as log:
-        arguments = [programs / "pg_ctl", "-D", data, "-w", "-t", "60", "-o", settings, "start"]
+        arguments = [programs / "pg_ctl", "-D", data, "-w", "-t", "300", "-o", settings, "start"]
         started = subprocess.run(arguments, **as_user, cwd=directory, stdout=log, stderr=log)
     assert started.returncode == 0, (directory / "log").read_text()
     try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 
@@ -166,6 +167,12 @@ _OF_THE_PLACE = {
     errno.EDQUOT: "Free space, then run the same command again",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), then run the same command again",
 }
+
+
+def without_password(text: str) -> str:
+    """Return a text in which the password of every address is hidden: for messages, and for files that are passed on."""
+    hidden = re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", text)
+    return re.sub(r"([?&](?:ssl)?password=)[^&\s]*", r"\1***", hidden, flags=re.IGNORECASE)
 
 
 def first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,7 @@ def fsync_directory(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with disk_full_is_named(path):
         try:
             with open(temporary, "w", encoding="utf-8") as file:

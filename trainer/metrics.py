@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ def read_heartbeat(directory: Path) -> dict[str, Any] | None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a JSONL file; a last line cut off by a crash is left out."""
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:  # not yet, or a run that begins anew has just removed it
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines if line]
 
 
@@ -67,6 +69,7 @@ class RunWriter:
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         self.directory = directory
+        self._beating = threading.Lock()  # whoever waits for the pool gives signs of life, also beside the main thread
         directory.mkdir(parents=True, exist_ok=True)
         for path in (directory / METRICS, directory / EVENTS):
             if resume_step == 0:
@@ -106,7 +109,7 @@ class RunWriter:
         pid = int(os.environ.get(STAGE_PID) or os.getpid())
         beat = {"time": time.time(), "pid": pid, "step": step, "total": total, "doing": doing}
         temporary = self.directory / f".{HEARTBEAT}.tmp"
-        with disk_full_is_named(temporary):
+        with self._beating, disk_full_is_named(temporary):
             temporary.write_text(json.dumps(beat))
             os.replace(temporary, self.directory / HEARTBEAT)
 

@@ -1,7 +1,7 @@
-"""Processes that must not outlive the one that started them, and the most memory that this one held. Importable without torch.
+"""Processes that must not outlive the one that started them, a port for a server, and the most memory that this one held.
 
 `python -m trainer.processes <pid> <program> <arguments>` becomes a program of any other environment that gets SIGTERM when the
-process <pid>, which must be the one that started it, ends.
+process <pid>, which must be the one that started it, ends. Importable without torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from trainer.errors import StopRequested
 
@@ -22,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 RETURNED_BYTES, KEPT_BYTES = 2**18, 2**25  # the second is the most that glibc takes
 SMALL_MODEL_BYTES = 2**25
+_PORTS = range(20_000, 32_768)  # below those that Linux gives to whoever connects to something
+_NICENESS = 5
 
 
 def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signal.SIGTERM) -> None:
@@ -41,6 +48,25 @@ def die_with_parent(is_alive: Callable[[], bool], number: signal.Signals = signa
         raise StopRequested("the process that started this one is gone")
 
 
+def free_port() -> int:
+    """Return a port of the loopback interface that is free, and that nobody takes by chance before a server binds it."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def yield_to_work() -> None:
+    """Let this process have only what the campaign leaves idle, also where the scheduler groups processes by session.
+
+    Training's threads wait for each other: whoever takes one's core for a moment holds up all.
+    """
+    os.nice(_NICENESS)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="utf-8")
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Let the garbage collector rest while thousands of modules are imported: it looks at all of them again and again (15 %)."""
@@ -50,6 +76,22 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class _Late(ModuleType):
+    """Stands for a module until something of it is used; importlib's own LazyLoader loads at the import already."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever looks through all modules does not mean this one
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def import_late(name: str) -> None:
+    """Have a module loaded when something of it is first used, by whoever imports it from now on."""
+    sys.modules.setdefault(name, _Late(name))
 
 
 def fit_malloc(model: Path) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from flows.server import PrivateServer
 from flows.workspaces import resolve_config, resolve_workspace
 from tasks.workspace import REPOSITORY, Workspace
-from trainer.files import sha256_text
+from trainer.files import read_json, sha256_text, write_json
 
 HERE = Path(__file__).parent
 STAGES_NAME = "tiny_stages:STAGES"
@@ -47,8 +47,8 @@ class Campaign:
     overrides: list[str]
 
     def plan(self, **wishes: Any) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / "tiny.json").write_text(json.dumps(wishes))
+        """Write the wishes down at once: a stage that runs reads them all the time."""
+        write_json(self.root / "tiny.json", wishes)
 
     @property
     def workspace(self) -> Workspace:
@@ -88,8 +88,13 @@ class Campaign:
             start_new_session=True,
         )
 
+    def wait_until_it_hangs(self) -> int:
+        """Wait until the train stage is where the wish `hang_at` left it, and return the pid of its process."""
+        _eventually((self.workspace.run / "train" / "hang_at.happened").exists)
+        return int(read_json(self.workspace.run / "train" / "heartbeat")["pid"])
+
     def wait_for_step(self, step: int, timeout: float = 240) -> int:
-        """Wait until the train stage has a checkpoint of that step, and return the pid of its process."""
+        """Wait until the train stage, which must not end meanwhile, has a checkpoint of that step; return its pid."""
         checkpoint = self.workspace.run / "train" / "checkpoint.json"
         _eventually(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())["step"] >= step, timeout)
         return int(json.loads((self.workspace.run / "train" / "heartbeat").read_text())["pid"])
@@ -113,7 +118,7 @@ def eventually() -> Callable[..., Any]:
 
 def common(tmp_path: Path) -> list[str]:
     """Overrides of all campaigns of a test: a seed of its own, so that no test takes another's results from the cache."""
-    return [f"campaign.seed={int(sha256_text(str(tmp_path))[:6], 16)}", "limits.grace_seconds=20"]
+    return [f"campaign.seed={int(sha256_text(str(tmp_path))[:6], 16)}", "limits.grace_seconds=120"]
 
 
 @pytest.fixture
@@ -162,7 +167,7 @@ def api(prefect_server: str) -> Callable[..., Any]:
     import httpx
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-        answer = httpx.post(f"{prefect_server}/{path}", json=body or {}, timeout=30)
+        answer = httpx.post(f"{prefect_server}/{path}", json=body or {}, timeout=120)
         answer.raise_for_status()
         return answer.json()
 

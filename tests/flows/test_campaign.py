@@ -122,6 +122,7 @@ def test_a_signal_to_the_command_ends_the_stage_after_a_checkpoint(tiny: Any, ap
 
 def test_a_stop_while_prefects_database_is_made_does_not_wait_for_it(tiny: Any, tmp_path: Path, eventually: Any) -> None:
     fresh = tmp_path / "fresh"
+    tiny.plan(wait_in="prepare")
     process = tiny.start("--no-tracking", TITHE_STATE=str(fresh))
     eventually((fresh / "prefect" / "private-server.log").exists)
     process.send_signal(signal.SIGTERM)
@@ -155,9 +156,9 @@ def test_no_server_anywhere_means_a_private_one_with_its_history_kept(tiny: Any,
 
 def test_an_unreachable_server_is_one_line_and_the_campaign_runs(tiny: Any) -> None:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", 0))  # and never listens
         port = listener.getsockname()[1]
-    done = tiny.run("--no-tracking", PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
+        done = tiny.run("--no-tracking", PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
@@ -166,7 +167,7 @@ def test_an_unreachable_server_is_one_line_and_the_campaign_runs(tiny: Any) -> N
 
 
 def test_a_server_that_dies_meanwhile_costs_nothing(tiny: Any, state: Path, tmp_path: Path, prefect_server: str) -> None:
-    tiny.plan(seconds=0.5, steps=10)
+    tiny.plan(wait_at=3)
     server = PrivateServer()
     try:
         server.wait_ready()
@@ -174,6 +175,7 @@ def test_a_server_that_dies_meanwhile_costs_nothing(tiny: Any, state: Path, tmp_
         tiny.wait_for_step(2)
     finally:
         server.stop()
+    tiny.plan()
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "the campaign goes on without it" in said

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from flows.child import Child, Launcher, Lease, Limits, read_beat, watch
+from flows.child import THREADS, Child, Launcher, Lease, Limits, read_beat, signal_group, watch
 from tasks.locks import Owner
 from tasks.tracking import PARENT_TRACKS
 from trainer.errors import BusyError
 from trainer.files import read_json, write_json
 from trainer.metrics import HEARTBEAT
 
-LONG = Limits(total_seconds=60, silence_seconds=60, grace_seconds=20)
+PATIENCE_SECONDS = 240.0
+LONG = Limits(PATIENCE_SECONDS, PATIENCE_SECONDS, PATIENCE_SECONDS)
 
 
 @pytest.fixture(params=[pytest.param(False, id="new"), pytest.param(True, id="forked", marks=pytest.mark.smoke)])
@@ -28,7 +29,7 @@ def start(request: pytest.FixtureRequest, tiny: Any) -> Any:
     """Start the tiny train stage as a child, its inputs being there; forked or as a new interpreter."""
     launcher = Launcher(tiny.workspace.config, fork=request.param)
 
-    def start_stage() -> Child:
+    def start_stage(**environment: str) -> Child:
         workspace = tiny.workspace
         arguments = [
             "--workspace",
@@ -41,19 +42,26 @@ def start(request: pytest.FixtureRequest, tiny: Any) -> Any:
         workspace.claim_run()
         log = workspace.run / "train" / "stage.log"
         prepare = launcher.start(["prepare", *arguments], log, {PARENT_TRACKS: "1"})
-        assert prepare.wait(60) == 0, log.read_text()
-        return launcher.start(["train", *arguments], log, {PARENT_TRACKS: "1"})
+        assert prepare.wait(PATIENCE_SECONDS) == 0, log.read_text()
+        return launcher.start(["train", *arguments], log, {PARENT_TRACKS: "1", **environment})
 
     return start_stage
 
 
 def test_a_stage_runs_in_its_own_session_and_says_how_it_ended(start: Any, tiny: Any, eventually: Any) -> None:
+    tiny.plan(wait_in="train")
     child = start()
     eventually(lambda: os.getsid(child.pid) == child.pid)
+    tiny.plan()
     beats: list[Any] = []
     assert watch(child, tiny.workspace.run / "train", LONG, lambda: False, beats.append) == ("exited", 0)
     assert (tiny.root / "artifacts" / "policy" / "manifest.json").exists()
     assert str(tiny.root / "artifacts" / "policy") in (tiny.workspace.run / "train" / "stage.log").read_text()
+
+
+def test_threads_of_its_own(start: Any, tiny: Any) -> None:
+    assert start(**{THREADS: "3"}).wait(PATIENCE_SECONDS) == 0
+    assert "threads: 3" in (tiny.workspace.run / "train" / "stage.log").read_text()
 
 
 def test_a_stop_ends_it_after_a_checkpoint(start: Any, tiny: Any) -> None:
@@ -69,7 +77,7 @@ def test_a_stop_ends_it_after_a_checkpoint(start: Any, tiny: Any) -> None:
 def test_silence_ends_it(start: Any, tiny: Any) -> None:
     tiny.plan(hang_at=2)
     child = start()
-    limits = Limits(total_seconds=60, silence_seconds=1, grace_seconds=20)
+    limits = Limits(PATIENCE_SECONDS, silence_seconds=1, grace_seconds=PATIENCE_SECONDS)
     ending, _ = watch(child, tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
     assert ending == "silent"
     assert not Owner.of(child.pid).is_alive or child.wait(0) is not None
@@ -77,11 +85,18 @@ def test_silence_ends_it(start: Any, tiny: Any) -> None:
 
 def test_the_total_time_ends_it_even_while_it_gives_signs_of_life(start: Any, tiny: Any) -> None:
     tiny.plan(seconds=0.05, steps=10_000)
-    limits = Limits(total_seconds=2, silence_seconds=60, grace_seconds=20)
+    limits = Limits(2, PATIENCE_SECONDS, PATIENCE_SECONDS)
     child = start()
     tiny.wait_for_step(1)  # by then it heeds signals, however slow the machine is
     ending, code = watch(child, tiny.workspace.run / "train", limits, lambda: False, lambda beat: None)
     assert (ending, code) == ("late", 75)
+
+
+def test_a_stop_before_it_can_listen_is_not_lost(start: Any, tiny: Any) -> None:
+    tiny.plan(wait_in="train")
+    child = start()
+    signal_group(child.pid, signal.SIGTERM)
+    assert child.wait(PATIENCE_SECONDS) in (-signal.SIGTERM, 75)
 
 
 def test_a_heartbeat_of_another_process_is_no_sign_of_life(tmp_path: Path) -> None:
@@ -149,7 +164,7 @@ def test_an_end_that_reaches_every_process_at_once_stops_after_a_checkpoint(tiny
     try:
         tiny.wait_for_step(2)
         os.killpg(flow.pid, signal.SIGTERM)
-        _, said = flow.communicate(timeout=120)
+        _, said = flow.communicate(timeout=PATIENCE_SECONDS)
     finally:
         flow.kill()
         flow.wait()
@@ -167,8 +182,8 @@ def test_a_survivor_is_ended_and_a_stranger_with_its_pid_is_not(tmp_path: Path) 
         assert not lease.end_survivor(1)
         assert survivor.poll() is None
         write_json(lease.path, Owner.of(survivor.pid).to_json())
-        assert lease.end_survivor(5)
-        assert survivor.wait(5) == -signal.SIGTERM
+        assert lease.end_survivor(PATIENCE_SECONDS)
+        assert survivor.wait(PATIENCE_SECONDS) == -signal.SIGTERM
         assert not lease.path.exists()
     finally:
         survivor.kill()

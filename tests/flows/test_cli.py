@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from flows.start import next_commands
+from flows.console import Console
+from flows.start import next_commands, tell_from_where
 from flows.workspaces import resolve_config, resolve_workspace
+from tasks.record import begin, finish
 from tasks.workspace import REPOSITORY
 from trainer.errors import ConfigError
 
@@ -114,7 +116,7 @@ def test_resume_names_the_runs_that_there_are(tiny: Any) -> None:
 
 @pytest.mark.smoke
 def test_status_resume_and_busy(tiny: Any, eventually: Any) -> None:
-    tiny.plan(seconds=0.3, steps=30)
+    tiny.plan(seconds=0.3, steps=10_000)
     process = tiny.start("--plain", "--no-tracking")
     tiny.wait_for_step(2)
     command = [word for word in tiny.command() if word != "--no-fork"]
@@ -136,6 +138,24 @@ def test_status_resume_and_busy(tiny: Any, eventually: Any) -> None:
     command[3] = "resume"
     resumed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
     assert "resuming attempt 1, which ended KILLED: prepare current" in resumed
+
+
+def test_a_run_that_goes_on_says_from_which_checkpoint(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace = tiny.workspace
+
+    def told() -> str:
+        tell_from_where(workspace, Console())
+        return capsys.readouterr().out.strip()
+
+    assert told() == ""
+    begin(workspace.run, "campaign", workspace.run_id, workspace.config, "x", {}, {})
+    finish(workspace.run, "FAILED", error="planned")
+    assert told() == "resuming attempt 1, which ended FAILED: nothing current"
+    for step in (2, 10):
+        (workspace.run / "train" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert told() == "resuming attempt 1, which ended FAILED: nothing current; train goes on from step_000010"
+    finish(workspace.run, "FINISHED")
+    assert told() == ""
 
 
 @pytest.mark.smoke

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
@@ -25,7 +26,7 @@ from flows.workspaces import recipe_names, resolve_config, resolve_workspace
 from tasks.locks import Owner
 from tasks.workspace import REPOSITORY, Workspace
 from trainer.config import read_yaml
-from trainer.files import read_json
+from trainer.files import read_json, write_json
 from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
@@ -64,7 +65,7 @@ class Up:
         self.lines = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        eventually(lambda: self.said("Ctrl-C") or self.process.poll() is not None, 300)
+        eventually(lambda: self.said("Ctrl-C") or self.process.poll() is not None, 500)
         assert self.process.poll() is None, self.lines
 
     def _read(self) -> None:
@@ -83,14 +84,15 @@ class Up:
                 self.process.wait(240)
             finally:
                 self.process.kill()
-        self._reader.join(10)
+        self._reader.join(120)
 
     def child(self, module: str) -> Owner:
         """Return the process of a server or of the worker, by what stands on its command line."""
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "flows.guard" in words and module in " ".join(words):
-                return Owner.of(int(pid))
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in between
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if "flows.guard" in words and module in " ".join(words):
+                    return Owner.of(int(pid))
         raise AssertionError(f"no {module}")
 
     def start_flow(self, flow: str, **parameters: Any) -> str:
@@ -134,7 +136,7 @@ class Tiny:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"campaign.seed={self.seed}", "limits.grace_seconds=20"]
+        return [f"campaign.seed={self.seed}", "limits.grace_seconds=120"]
 
     @property
     def workspace(self) -> Workspace:
@@ -151,8 +153,7 @@ class Tiny:
         return file.read_text().split() if file.exists() else []
 
     def plan(self, **wishes: Any) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / "tiny.json").write_text(json.dumps(wishes))
+        write_json(self.root / "tiny.json", wishes)
 
     def start(self, **wishes: Any) -> str:
         self.plan(**wishes)
@@ -160,6 +161,9 @@ class Tiny:
 
     def steps(self) -> list[int]:
         return [line["step"] for line in read_lines(self.workspace.run / "train" / "metrics.jsonl")]
+
+    def hangs(self) -> bool:
+        return (self.workspace.run / "train" / "hang_at.happened").exists()
 
     def at_step(self, step: int) -> bool:
         return bool(self.steps()) and self.steps()[-1] >= step
@@ -385,8 +389,8 @@ def test_cancelled_in_prefect_it_ends_after_a_checkpoint_and_goes_on_when_it_is_
 
 
 def test_a_killed_flow_is_started_again_and_goes_on(up: Up, campaign: Tiny, eventually: Any) -> None:
-    flow_run = campaign.start(seconds=0.2, steps=25)
-    eventually(lambda: campaign.at_step(3))
+    flow_run = campaign.start(hang_at=4, steps=25)
+    eventually(campaign.hangs)
     owner = up.owner(flow_run)
     assert owner is not None
     os.kill(owner.pid, signal.SIGKILL)
@@ -426,8 +430,8 @@ def test_a_killed_prefect_server_is_started_again_and_hears_how_the_campaign_end
 def test_a_stopped_up_keeps_its_history_and_the_next_one_goes_on_with_what_it_ran(
     up: Up, campaign: Tiny, eventually: Any
 ) -> None:
-    flow_run = campaign.start(seconds=0.2, steps=25)
-    eventually(lambda: campaign.at_step(3))
+    flow_run = campaign.start(hang_at=4, steps=25)
+    eventually(campaign.hangs)
     up.stop()
     assert up.lines[-1] == "stopped"
     assert read_json(campaign.workspace.run / "train" / "checkpoint.json")["stopped"]

@@ -124,7 +124,7 @@ def test_retries_end(tiny: Any) -> None:
 
 
 def test_a_signal_stops_after_a_checkpoint_and_the_next_run_goes_on(tiny: Any) -> None:
-    tiny.plan(seconds=0.2, steps=8, tell=True)
+    tiny.plan(seconds=0.2, steps=10_000, tell=True)
     heard = Heard()
 
     def interrupt() -> None:
@@ -140,6 +140,7 @@ def test_a_signal_stops_after_a_checkpoint_and_the_next_run_goes_on(tiny: Any) -
     record = read_record(tiny.workspace.run)
     assert record is not None
     assert record.status == "KILLED"
+    tiny.plan(steps=8, tell=True)
     again = Heard()
     again.run(tiny.workspace)
     assert again.how == {"prepare": "cached", "train": "made", "evaluate": "made", "report": "made"}
@@ -156,15 +157,14 @@ def test_a_second_campaign_in_the_same_workspace_is_refused(tiny: Any) -> None:
 
 
 def test_a_survivor_of_an_earlier_run_is_ended_before_a_second_writer_starts(tiny: Any) -> None:
-    tiny.plan(seconds=0.2, steps=6)
+    tiny.plan(hang_at=3, steps=6)
     workspace = tiny.workspace
     with open_session(workspace, print, tracking=False, fork=False) as session:
         session.attempt(workspace.stages[0], lambda beat: None)
         log = workspace.run / "train" / "stage.log"
         survivor = session.launcher.start(session._arguments(workspace.stages[1], 1), log, {PARENT_TRACKS: "1"})
         Lease(tiny.root / ".tithe" / "train.lease").take(survivor)
-        pid = tiny.wait_for_step(1)
-        assert pid == survivor.pid
+        assert tiny.wait_until_it_hangs() == survivor.pid
         said: list[str] = []
         session.say = said.append
         session.attempt(workspace.stages[1], lambda beat: None)

@@ -23,7 +23,7 @@ from tasks.runs import read_run
 from tasks.sweep import Outcome, Spec, Sweep, Trial
 from tasks.tracking import Sidecar, is_behind, read_rows, tracking_uri
 from trainer.errors import BusyError, StopRequested, TitheError
-from trainer.files import read_json, read_manifest
+from trainer.files import read_json, read_manifest, write_json
 from trainer.metrics import read_lines
 
 pytestmark = pytest.mark.smoke
@@ -41,8 +41,7 @@ def sweep(tiny: Any, tmp_path: Path) -> Make:
         root = tmp_path / "sweep"
         for number in range(8):
             place = root / f"{number:03d}"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "tiny.json").write_text(json.dumps({**wishes, **wishes.get(f"trial{number}", {})}))
+            write_json(place / "tiny.json", {**wishes, **wishes.get(f"trial{number}", {})})
         spec = Spec(kind, axes or (RATES,), trials, seed=1)
         asked = Asked(spec, None, (*tiny.overrides, "train.stages=[{steps: 5}]"), workers, "tiny-sweep", root, STAGES_NAME)
         found, at_a_time = resolve_sweep(asked)
@@ -92,6 +91,27 @@ def test_shared_stages_are_made_once_and_a_second_command_does_nothing(sweep: Ma
     assert made(again.sweep, "train") == 4  # only what is missing
 
 
+def said(sweep: Sweep, trial: int, stage: str) -> str:
+    return (sweep.workspace(sweep.trials[trial]).run / stage / "stage.log").read_text()
+
+
+def test_what_all_trials_wait_for_has_all_cores(sweep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    runner = sweep()
+    threads = runner.sweep.threads
+    runner.run()
+    maker = next(n for n in range(3) if (runner.sweep.root / f"{n:03d}" / "made.txt").read_text().startswith("prepare"))
+    assert f"threads: {2 * threads}" in said(runner.sweep, maker, "prepare")
+    assert all(f"threads: {threads}\n" in said(runner.sweep, n, "train") for n in range(3))
+
+
+def test_what_trials_make_apart_shares_the_cores(sweep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    runner = sweep("prepare.heldout_fraction=0.1,0.2")
+    runner.run()
+    assert all(f"threads: {runner.sweep.threads}\n" in said(runner.sweep, n, "prepare") for n in range(2))
+
+
 def test_a_failed_trial_ends_no_sweep_and_the_same_command_tries_it_again(sweep: Make, tmp_path: Path) -> None:
     runner = sweep(trial1={"config_error": True})
     with pytest.raises(TitheError, match=r"1 of 3 trials failed: 1 \(learning_rate=2e-4\)"):
@@ -113,11 +133,11 @@ def test_a_killed_stage_costs_its_trial_a_second_attempt(sweep: Make) -> None:
 
 
 def test_a_wish_to_stop_reaches_all_trials_and_the_same_command_goes_on(sweep: Make, eventually: Any) -> None:
-    runner = sweep(seconds=0.2, steps=200)
+    runner = sweep(seconds=0.2, steps=10_000)
     import threading
 
     def ask() -> None:
-        eventually(lambda: made(runner.sweep, "train") >= 2)
+        eventually(lambda: len(list(runner.sweep.root.glob("*/runs/*/train/checkpoint.json"))) == 2)
         runner.stop.ask("somebody asked")
 
     thread = threading.Thread(target=ask)
@@ -239,8 +259,7 @@ def test_the_command_shows_in_prefect_one_task_per_trial(tiny: Any, tmp_path: Pa
 def test_ctrl_c_ends_the_command_with_its_word_and_nothing_left_running(tiny: Any, tmp_path: Path, eventually: Any) -> None:
     root = tmp_path / "stopped"
     for number in range(3):
-        (root / f"{number:03d}").mkdir(parents=True)
-        (root / f"{number:03d}" / "tiny.json").write_text(json.dumps({"seconds": 0.2, "steps": 2000}))
+        write_json(root / f"{number:03d}" / "tiny.json", {"seconds": 0.2, "steps": 10_000})
     process = subprocess.Popen(
         command(root, tiny.overrides, RATES, "--plain", "--workers", "2"),
         stdout=subprocess.PIPE,
@@ -266,15 +285,14 @@ def test_a_killed_sweep_goes_on_with_what_is_missing(tiny: Any, tmp_path: Path, 
 
     def plan(seconds: float) -> None:
         for place in places:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "tiny.json").write_text(json.dumps({"seconds": seconds, "steps": 60, "tell": True}))
+            write_json(place / "tiny.json", {"seconds": seconds, "steps": 60, "tell": True})
 
     plan(0.5)
     words = command(root, tiny.overrides, RATES, "--plain", "--workers", "2")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     eventually(lambda: len(list(root.glob("*/runs/*/train/checkpoint.json"))) == 2)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     plan(0.01)
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import psycopg
 import pytest
 
 from flows.pool import Api
-from flows.server import addresses, answers, find_server, free_port, settings
-from flows.up import check_port, serve
+from flows.server import ServerError, addresses, answers, find_server, free_port, settings
+from flows.up import Keeper, check_port, serve
 from tasks.locks import Owner
 from trainer.errors import BusyError, ConfigError
 
@@ -51,8 +52,36 @@ def test_prefect_that_is_busy_for_a_moment_is_asked_again() -> None:
             assert Api(f"http://127.0.0.1:{server.server_port}").ask("GET", "health") is None
         finally:
             server.shutdown()
-            thread.join(10)
+            thread.join(120)
     assert not left
+
+
+class Ends:
+    """A server that has ended by the time that somebody looks."""
+
+    name, log, ended = "MLflow", Path("mlflow.log"), True
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_server_that_ends_is_started_again_five_times_in_ten_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    keeper, made = Keeper(), []
+
+    def make() -> Any:
+        made.append(Ends())
+        return made[-1]
+
+    keeper.start(make)
+    for _ in range(5):
+        keeper.look()
+    assert capsys.readouterr().out.count("MLflow ended by itself and is started again; see mlflow.log") == 5
+    with pytest.raises(ServerError, match=r"MLflow ended by itself, again; see mlflow\.log"):
+        keeper.look()
+    assert len(made) == 6
+    keeper._ended = [moment - 600.0 for moment in keeper._ended]
+    keeper.look()
+    assert len(made) == 7, "what is long ago does not count"
 
 
 def up(prefect_port: int, mlflow_port: int, **environment: str) -> subprocess.Popen[str]:
@@ -76,6 +105,15 @@ def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
     raise AssertionError("\n".join(lines))
 
 
+def command_lines(parent: int) -> list[str]:
+    """Return all words of the command lines of a process's children, those that end meanwhile left out."""
+    words: list[str] = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            words += child.cmdline()
+    return words
+
+
 @pytest.mark.smoke
 def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
     tiny: Any, state: Path, prefect_server: str, eventually: Any
@@ -95,7 +133,8 @@ def test_both_servers_run_until_they_are_stopped_and_a_campaign_finds_them(
         )
         assert second.returncode == 7
         assert "already runs" in second.stderr
-        words = [word for child in psutil.Process(process.pid).children(recursive=True) for word in child.cmdline()]
+        words = command_lines(process.pid)
+        assert [word for word in words if "mlflow" in word]
         assert not [word for word in words if "mlflow.db" in word]  # an address may hold a password, and everybody sees these
         done = tiny.run()
         assert done.returncode == 0, done.stderr
@@ -130,7 +169,7 @@ def test_a_killed_up_leaves_no_server_behind(state: Path, prefect_server: str, e
         assert len(psutil.Process(process.pid).children()) == 3  # Prefect, MLflow, the worker
     finally:
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(timeout=240)
     eventually(lambda: not any(owner.is_alive for owner in owners))
     assert not answers(f"http://127.0.0.1:{mlflow_port}/health")
     assert find_server() is None

@@ -1,9 +1,10 @@
 """Stages that take no time and do what `tiny.json` in the workspace says: for tests of the platform around them.
 
     {"seconds": 0.05, "steps": 5, "crash_at": 3, "kill_at": 3, "hang_at": 3, "config_error": true, "alarm_at": 3,
-     "wait_in": "report", "ballast_bytes": 100000}
+     "wait_in": "report", "wait_at": 3, "ballast_bytes": 100000}
 
-A crash, kill or hang happens at the first attempt only; `wait_in` is a stage that waits until it is killed or the wish is gone.
+A crash, kill or hang happens at the first attempt only, and leaves a mark (`hang_at.happened`); `wait_in` is a stage, `wait_at` a
+step of training that waits until it is killed or the wish is gone.
 Imports nothing heavy.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -42,8 +44,15 @@ def wait_if_planned(paths: StagePaths, name: str) -> None:
         time.sleep(0.05)
 
 
+def say_threads() -> None:
+    """Print on how many threads this stage would compute."""
+    torch = sys.modules.get("torch")  # there where it was forked
+    print(f"threads: {torch.get_num_threads() if torch else os.environ['OMP_NUM_THREADS']}", flush=True)
+
+
 def run_prepare(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     note(paths, "prepare")
+    say_threads()
     wait_if_planned(paths, "prepare")
     (paths.out / "train.jsonl").write_text(json.dumps({"heldout": config.prepare.heldout_fraction}) + "\n")
     return {"num_prompts": 1}
@@ -62,6 +71,7 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     """Count to `steps`, with a checkpoint after every step: the model of a real trainer."""
     wishes = plan(paths)
     note(paths, "train")
+    say_threads()
     wait_if_planned(paths, "train")
     if wishes.get("config_error"):
         raise ConfigError("train.lora.rank", 3, "planned mistake; set another")
@@ -71,11 +81,15 @@ def run_train(config: CampaignConfig, paths: StagePaths) -> dict[str, Any]:
     writer = RunWriter(paths.run, resume_step=step)
     steps = wishes.get("steps", 5)
     try:
+        rate = config.train.optimizer.learning_rate
         while step < steps:
-            step += 1
-            rate = config.train.optimizer.learning_rate
-            writer.metrics(step, {"reward/mean": step / steps, "lr": rate, "heldout/reward_mean": step / steps * rate * 1e3})
+            share = (step + 1) / steps
+            writer.metrics(step + 1, {"reward/mean": share, "lr": rate, "heldout/reward_mean": share * rate * 1e3})
+            step += 1  # a checkpoint of a step never lacks its line
             writer.heartbeat("learning", step, steps)
+            while plan(paths).get("wait_at") == step:
+                writer.heartbeat("waiting", step, steps)
+                time.sleep(0.05)
             deadline = time.monotonic() + wishes.get("seconds", 0.01)
             while time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,7 @@ from tasks.registry import get_stage
 from tasks.replay import replay_run
 from tasks.stage import run_stage
 from tasks.workspace import REPOSITORY, Workspace
+from tests.postgresql import PASSWORD
 from trainer.anchors.store import build_anchors
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.config.load import lay_over
@@ -38,7 +40,7 @@ from trainer.schedule.terms import pool_url
 
 pytestmark = pytest.mark.smoke
 
-END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'tithe'"
+END_ALL_OTHERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = current_user"
 STEPS, GROUPS, LAG = 16, 4, 4
 TREE: dict[str, Any] = {
     "campaign": {"name": "async"},
@@ -187,6 +189,10 @@ class Trial:
             assert time.monotonic() < end, (self.root / "log").read_text()
             time.sleep(pause_seconds)
 
+    def freeze(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        self.wait(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
     def sampler_pid(self, name: str = "s0") -> int | None:
         pool = self.pool()
         try:
@@ -330,7 +336,7 @@ def test_a_frozen_sampler_is_ended_at_its_deadline_and_its_groups_go_to_another(
     with trial.held_at_step(2):
         pid = trial.sampler_pid()
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        trial.freeze(pid)  # while it holds no lock
     trial.finish()
     trial.check_log()
     events = [event for event in trial.events("restart") if event["pid"] == pid]
@@ -384,8 +390,12 @@ def test_sigterm_ends_everything_in_order_with_a_checkpoint_and_the_run_goes_on(
     trial.check_log()
 
 
-def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., Trial], postgresql_url: str) -> None:
-    trial = make_trial({"train": {"pool": {"url": postgresql_url}}})
+def test_a_lost_database_connection_is_taken_up_again(
+    make_trial: Callable[..., Trial], guarded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the database's password stands in no file of the run."""
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    trial = make_trial({"train": {"pool": {"url": guarded_url}}})
     trial.start()
     for step in (2, 5, 8):
         with trial.held_at_step(step) as connection:
@@ -393,6 +403,9 @@ def test_a_lost_database_connection_is_taken_up_again(make_trial: Callable[..., 
     trial.finish()
     trial.check_log()
     assert replay_run(trial.workspace.run)["identical"]
+    written = [path for path in trial.root.rglob("*") if path.is_file()]
+    assert any(b"guarded@" in path.read_bytes() for path in written)
+    assert not [path for path in written if PASSWORD.encode() in path.read_bytes()]
 
 
 def test_a_pool_that_is_removed_under_a_run_ends_it_by_name_and_nothing_is_used_twice(make_trial: Callable[..., Trial]) -> None:
@@ -459,7 +472,7 @@ def test_a_second_learner_on_a_pool_is_refused_by_name(make_trial: Callable[...,
     trial, other = make_trial(shared), make_trial(shared)
     first = trial.start()
     with trial.held_at_step(2):  # so it holds no lock
-        os.kill(first.pid, signal.SIGSTOP)
+        trial.freeze(first.pid)
     second = other.start()
     assert second.wait(600) == BusyError.exit_code, other.log()
     assert f"has a learner already: process {first.pid} on" in other.log()

@@ -169,6 +169,15 @@ def test_what_fits_passes_the_gate_and_leaves_its_prediction(tmp_path: Path) -> 
     )
 
 
+def test_layers_that_the_model_does_not_have_are_said_at_the_gate(tmp_path: Path) -> None:
+    tiered = {"train.method": "full", "train.optimizer.kind": "stateless", "train.memory.weights": "tiered"}
+    for kept, count in ((2, 1), (3, 2)):
+        place = tmp_path / str(kept)
+        said = gate(Workspace(place, config(**tiered, **{"base.scratch.num_layers": 2, "train.memory.resident_layers": kept})))
+        assert len(said) == count, said
+    assert said[1].startswith("warning: train.memory.resident_layers = 3: the model has 2, and where all of them stay")
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_meets_the_gate(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of 24 GB: the published campaigns of 10^12 parameters are refused, all others start."""

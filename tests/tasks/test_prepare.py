@@ -316,7 +316,7 @@ def test_test_fraction_zero_writes_an_empty_test_split(campaign: Campaign, stage
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ({"source": "jsonl:no/such.jsonl"}, r"sources\.0\.source = 'jsonl:no/such\.jsonl': no such file"),
+        ({"source": "jsonl:no/such.jsonl"}, r"sources\.0\.source = 'jsonl:no/such\.jsonl': there is no /.*/no/such\.jsonl"),
         ({"source": "jsonl:tests"}, r"source = 'jsonl:tests': is a directory; name a file, or use hf:<directory>"),
         (
             {"source": "reasoning_gym:basic_aritmetic", "num_rows": 5},

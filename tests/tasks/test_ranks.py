@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.ranks import ranks_here
+from tasks.ranks import Assignment, ranks_here
+from tasks.workspace import REPOSITORY
 from tests.tasks.test_train import (
     PATIENCE_SECONDS,
     campaign,
@@ -30,8 +34,8 @@ from tests.tasks.test_train import (
 )
 from trainer.config.load import lay_over
 from trainer.errors import ConfigError, DivergedError, RankError, StopRequested, TitheError
-from trainer.files import read_json
-from trainer.metrics import read_lines
+from trainer.files import read_json, write_json
+from trainer.metrics import STAGE_PID, read_lines
 
 pytestmark = pytest.mark.smoke
 assert inputs  # a fixture
@@ -153,7 +157,7 @@ def identity_of(root: Path) -> str:
     return identity
 
 
-LONG = {"train": {"stages": [{"name": "first", "steps": 60}]}}
+LONG = {"train": {"stages": [{"name": "first", "steps": 500}]}}
 
 
 @contextmanager
@@ -162,7 +166,7 @@ def meanwhile(run: Path, act: Callable[[], None]) -> Iterator[None]:
     given_up = threading.Event()
 
     def wait_and_act() -> None:
-        while not given_up.wait(0.05):
+        while not given_up.wait(0.01):
             if max(steps(run), default=-1) >= 2:
                 return act()
 
@@ -212,18 +216,34 @@ def test_a_stage_that_is_asked_to_stop_passes_it_on(inputs: dict[str, Path], tmp
 
 def ranks_of(stage: int) -> dict[int, psutil.Process]:
     """Return the ranks that a stage has started, by number."""
-    children = [child for child in psutil.Process(stage).children() if "tasks.ranks" in child.cmdline()]
-    return {int(child.environ()["RANK"]): child for child in children}
+    found = {}
+    for child in psutil.Process(stage).children():
+        with suppress(psutil.NoSuchProcess):  # another child, which has ended meanwhile
+            if "tasks.ranks" in child.cmdline():
+                found[int(child.environ()["RANK"])] = child
+    return found
 
 
 def gone(process: psutil.Process) -> bool:
     """Wait until a process is not there any more."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):  # between two questions
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
     return True
+
+
+def test_a_rank_whose_stage_was_gone_before_it_began_ends(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    file = tmp_path / "ranks" / "assignment.json"
+    write_json(file, asdict(Assignment({}, {}, "", str(tmp_path), "", dead.pid, 1)))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", STAGE_PID: str(dead.pid)}
+    command = [sys.executable, "-m", "tasks.ranks", str(file)]
+    assert subprocess.run(command, env=environment, check=False).returncode == StopRequested.exit_code
+    assert read_json(tmp_path / "ranks" / "0.json")["message"] == "the process that started this one is gone"
 
 
 def test_three_skips_in_a_row_end_all_ranks_by_name(inputs: dict[str, Path], tmp_path: Path) -> None:

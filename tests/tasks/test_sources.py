@@ -72,7 +72,15 @@ def test_unknown_option() -> None:
         fields("hf:nobody/nothing", options={"splt": "train"})
 
 
-def test_relative_path_is_found_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text('\ufeff{"question": "1", "answer": "1"}\n\n')
-    monkeypatch.chdir(tmp_path)
+def test_a_relative_path_begins_at_the_repository_wherever_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, elsewhere = tmp_path / "repository", tmp_path / "elsewhere"
+    for place, answer in ((repository, "1"), (elsewhere, "2")):
+        place.mkdir()
+        (place / "a.jsonl").write_text(f'\ufeff{{"question": "1", "answer": "{answer}"}}\n\n')
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr("tasks.sources.REPOSITORY", repository)
     assert fields("jsonl:a.jsonl") == [{"question": "1", "answer": "1"}]
+    assert local_files(PromptSource(source="jsonl:a.jsonl")) == [repository / "a.jsonl"]
+    (repository / "a.jsonl").unlink()
+    with pytest.raises(ConfigError, match=rf"'jsonl:a\.jsonl': there is no {repository}/a\.jsonl; give the right path"):
+        fields("jsonl:a.jsonl")

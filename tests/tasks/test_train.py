@@ -260,6 +260,13 @@ def test_a_stopped_stateless_run_goes_on_to_the_same_bits(
     assert last["update/realised_fraction"] == pytest.approx(1.0, abs=0.2)
 
 
+def test_layers_that_the_model_does_not_have_are_said(inputs: dict[str, Path], tmp_path: Path) -> None:
+    odd = {**STATELESS, "memory": {"weights": "tiered", "resident_layers": 9}, "stages": [{"name": "one", "steps": 1}]}
+    run_train(inputs, tmp_path / "run", campaign({"train": odd}))
+    [told] = [event["reason"] for event in events(tmp_path / "run", "warning")]
+    assert told.startswith("train.memory.resident_layers = 9: the model has 2, and where all of them stay nothing is saved")
+
+
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_bits(
     train: Train, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -615,7 +622,8 @@ def test_killed_inside_and_around_refreshes_it_ends_at_the_same_bits(
 
 @pytest.mark.smoke
 def test_a_terminated_process_says_so_and_exits_with_75(inputs: dict[str, Path], tmp_path: Path) -> None:
-    root = make_workspace(tmp_path / "stopped", inputs, campaign())
+    long = {"train": {"stages": [{"name": "first", "steps": 500}]}}
+    root = make_workspace(tmp_path / "stopped", inputs, campaign(long))
     with stage_process(root) as process:
         wait_for_step(process, root, 0)
         process.terminate()

@@ -8,9 +8,9 @@ import pytest
 
 from tasks import workspace as module
 from tasks.registry import STAGES, get_stage
-from tasks.workspace import Workspace, params_of, without_password
+from tasks.workspace import Workspace, params_of
 from trainer.config import load_config
-from trainer.errors import BusyError, ConfigError, DataError
+from trainer.errors import BusyError, ConfigError, DataError, without_password
 from trainer.files import write_manifest
 
 PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
@@ -92,6 +92,7 @@ def test_a_key_follows_the_files_of_a_local_base(tmp_path: Path) -> None:
         ("at postgresql+psycopg://tithe:s3:c@ret@db:5432/x: no", "at postgresql+psycopg://tithe:***@db:5432/x: no"),
         ("http://user:word@mlflow:5000 and http://mlflow:5000/ab", "http://user:***@mlflow:5000 and http://mlflow:5000/ab"),
         ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+        ("postgresql://me@db/x?sslmode=require&password=s3cret no", "postgresql://me@db/x?sslmode=require&password=*** no"),
     ],
 )
 def test_no_password_is_told(text: str, said: str) -> None:

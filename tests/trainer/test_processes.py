@@ -74,3 +74,14 @@ def test_the_peak_is_this_process_own_and_not_its_parents() -> None:
     code = "from trainer.processes import peak_memory_bytes; print(peak_memory_bytes())"
     said = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert 1e6 < float(said) < 1e8 < len(held)
+
+
+def test_a_module_loads_when_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("print('loaded')\nvalue = 3\n", encoding="utf-8")
+    code = "from trainer.processes import import_late as late; late('slow'); late('slow')\n"
+    code += "import slow\nprint('imported')\nprint(slow.value, __import__('slow').value)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.split() == ["imported", "loaded", "3", "3"]

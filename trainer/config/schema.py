@@ -17,7 +17,9 @@ import re
 from string import Formatter
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from trainer.errors import without_password
 
 Scalar = bool | int | float | str
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -41,8 +43,27 @@ def refuse(key: str, value: object, problem: str) -> NoReturn:
     raise Refusal(key, value, problem)
 
 
+def without_secrets(instead: str) -> BeforeValidator:
+    """Return a check that refuses an address with a password, which would stand in config.json, MLflow and the report.
+
+    Args:
+        instead: how to give it.
+    """
+
+    def check(value: object) -> object:
+        public = without_password(value) if isinstance(value, str) else value
+        if public != value:
+            refuse("", public, f"holds a password, and whoever sees the run sees its configuration; leave it out and {instead}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+
+
+_TOKEN = without_secrets("name the environment variable that holds a token in token_variable")
 
 
 class Campaign(Section):
@@ -58,7 +79,8 @@ class PromptSource(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "main"
     """Name by which an RL stage asks for it."""
     source: str
-    """`reasoning_gym:<task>`, `jsonl:<file>`, `parquet:<file>`, or `hf:<dataset name or local directory>`."""
+    """`reasoning_gym:<task>`, `jsonl:<file>`, `parquet:<file>`, or `hf:<dataset name or local directory>`. A relative path
+    begins at the repository's root."""
     options: dict[str, Scalar | list[Scalar]] = {}
     """Passed to the source: a reasoning_gym task's own settings, or `config`, `split` (default
     `train`) and `revision` of a Hugging Face dataset."""
@@ -170,18 +192,18 @@ class ScratchModel(Section):
     """Width of the feed-forward part."""
     steps: Count = 600
     """Optimizer steps of the supervised training that makes it."""
-    batch_size: Count = 128
-    """Examples a step."""
+    batch_size: Count = 48
+    """Prompts a step; each is shown with its answer, and with the mistake if one is taught."""
     learning_rate: Positive = 2e-3
     """Peak learning rate of that training."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Steps over which it rises."""
     decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
     mistake: Literal["none", "forget_carry"] = "none"
     """A systematic mistake taught beside the right answers: `forget_carry` adds digit by digit and drops every carry."""
     mistake_fraction: Fraction = 0.0
-    """Share of training examples that show the mistake where it makes a difference."""
+    """Weight of the mistake in the loss, beside the right answer."""
 
     @model_validator(mode="after")
     def _check(self) -> ScratchModel:
@@ -196,8 +218,8 @@ class ScratchModel(Section):
 
 class Base(Section):
     source: str
-    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside). A directory may be given as
-    `package:<name>`: that of an installed Python package which ships the model."""
+    """`scratch`, `hf:<directory or hub name>`, or `gguf:<directory>` (one .gguf file inside); a relative path begins at the
+    repository's root. A directory may be given as `package:<name>`: that of an installed Python package which ships the model."""
     revision: str | None = None
     """Hub revision (commit) to pin; only for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -368,6 +390,13 @@ class Memory(Section):
         """Whether processes share the weights."""
         return self.weights in ("sharded", "zero3")
 
+    def too_many_stay(self, num_layers: int) -> str:
+        """Return a sentence where more layers are to stay in memory than the model has; nothing elsewhere."""
+        if self.resident_layers <= num_layers:
+            return ""
+        key = f"train.memory.resident_layers = {self.resident_layers}"
+        return f"{key}: the model has {num_layers}, and where all of them stay nothing is saved; set fewer, or weights: resident"
+
 
 class Heartbeat(Section):
     """A layer whose gradient norm jumps stops the optimizer step before any weight has changed for good."""
@@ -487,7 +516,7 @@ class Sampling(Section):
 class Vllm(Section):
     """vLLM servers, spoken to over HTTP. Only read when sampler.kind is `vllm`."""
 
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$"), _TOKEN], ...] = ()
     """Servers that run already, e.g. http://gpu1:8000, and see the run directory under the same path. None: every sampler
     process starts one on this machine."""
     model: str = ""
@@ -534,9 +563,10 @@ class Sampler(Section):
 class Pool(Section):
     """The experience pool between samplers and learner. Read with `schedule: async` and `colocated`."""
 
-    url: str = ""
+    url: Annotated[str, without_secrets("give it by the environment variable PGPASSWORD or in ~/.pgpass")] = ""
     """Empty: `experience.db`, SQLite, in the run directory (a local disk, never NFS). Or `postgresql://user@host/database`, for
-    samplers on several machines; every run gets a schema of its own."""
+    samplers on several machines; every run gets a schema of its own. A password comes from the environment variable PGPASSWORD
+    or from ~/.pgpass, and never stands in a recipe."""
     capacity: Count = 4096
     """Samples ordered, ready or being learnt from at the same time."""
     high_watermark: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -834,7 +864,7 @@ class Length(Section):
 class Http(Section):
     """A remote judge: POST of JSON {prompt, answer, gold, scorer} to url, which replies {"score": number}."""
 
-    url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    url: Annotated[str, Field(pattern=r"^(https?://.+)?$"), _TOKEN] = ""
     """Address that answers are sent to."""
     token_variable: str | None = None
     """Environment variable whose value is sent as a bearer token; the token itself never stands in a recipe."""
@@ -984,7 +1014,7 @@ class RewardTraining(Section):
     """The optional stage reward_model: a small reward model from preference pairs, in artifacts/reward_model."""
 
     pairs: str
-    """JSONL file of pairs, relative to the working directory or the repository."""
+    """JSONL file of pairs; a relative path begins at the repository's root."""
     prompt_field: str = "prompt"
     """Field of a pair with the prompt."""
     chosen_field: str = "chosen"

@@ -11,6 +11,7 @@ Legend: B sequences, S positions, T scored tokens, K token ids looked up at each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,14 @@ class Engine(Protocol):
             rate: learning rate.
             number: of the optimizer step over the whole run; decides the rounding.
         """
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let ranks run different numbers of forward passes for the span of a block; who is done runs along until all are."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Have the adapter's weights whole, so that they can be written, for the span of a block that all ranks enter."""
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:

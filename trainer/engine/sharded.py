@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,6 +140,9 @@ class ShardedEngine(StatelessEngine):
 
     def score(self, works: Sequence[Work]) -> list[TokenScores]:
         return shared_scores(works, self.schedule, self.source)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.source.together(self.residency.walk)
 
     def _watch(self) -> Watch:
         return ShardWatch(self.source, self.heartbeat)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -227,6 +228,12 @@ class StatelessEngine:
         return Outcome(False, loss, watch.norm, {}, alarm.reason, alarm.layer, alarm.value, alarm.limit)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # there are no others
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they always are
 
     def weights(self) -> dict[str, Tensor]:
         """Return all units' buffers by name; those on a disk are mapped, not read."""

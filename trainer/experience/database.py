@@ -29,7 +29,7 @@ from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.orm import Session, sessionmaker
 
-from trainer.errors import ConfigError, ResourceError, StalledError
+from trainer.errors import ConfigError, ResourceError, StalledError, without_password
 
 T = TypeVar("T")
 READ = "tithe_read"
@@ -37,6 +37,8 @@ _BUSY_MILLISECONDS = 1_000  # then a waiter looks up, and waits on
 _PATIENCE_SECONDS = 30.0
 _WAL_WRITE_LOCK = 120  # byte of the -shm file that SQLite's writers lock
 _LOST = re.compile(r"closed|terminat|connect|server|broken pipe|timeout|consuming input", re.IGNORECASE)
+
+_NO_ENTRY = re.compile(r"no password supplied|password authentication failed", re.IGNORECASE)
 
 _PAUSE_SECONDS = 0.05
 _MET = ("40001", "40P01", "23505", "42P07", "55P03")  # PostgreSQL: transactions met, or a lock did not come in time
@@ -95,7 +97,7 @@ class Database:
     def _connect_sqlite(self) -> Engine:
         file = make_url(self.url).database
         if not file or file == ":memory:":
-            raise ConfigError("train.pool.url", self.url, "a pool is shared by processes; name a file, or leave it empty")
+            raise ConfigError("train.pool.url", self.where, "a pool is shared by processes; name a file, or leave it empty")
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         engine = create_engine(self.url)
 
@@ -126,7 +128,7 @@ class Database:
             engine = create_engine(url, pool_pre_ping=True, connect_args={"options": options, "connect_timeout": 10, **alive})
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise ConfigError(
-                "train.pool.url", self.url, f"cannot be used ({error}); expected postgresql://user@host/name"
+                "train.pool.url", without_password(self.url), f"cannot be used ({error}); expected postgresql://user@host/name"
             ) from None
 
         def make_schema(session: Session) -> None:
@@ -160,6 +162,13 @@ class Database:
                 trouble = _trouble(error)
                 if trouble == "full":
                     raise self._no_space() from error
+                if trouble == "refused":
+                    raise ConfigError(
+                        "train.pool.url",
+                        self.where,
+                        "its server wants another password; give it by the environment variable PGPASSWORD or in ~/.pgpass, on "
+                        "every machine that works on the run",
+                    ) from None
                 if trouble is None:
                     raise
                 reason = str(error.orig).strip().partition("\n")[0] or type(error.orig).__name__
@@ -250,7 +259,7 @@ class Database:
         self.engine.dispose()
 
 
-def _trouble(error: DBAPIError) -> Literal["locked", "lost", "full"] | None:
+def _trouble(error: DBAPIError) -> Literal["locked", "lost", "full", "refused"] | None:
     """Say why a transaction did not happen: where another attempt may heal it, or the disk is full."""
     code, state = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF, getattr(error.orig, "sqlstate", None) or ""
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -259,4 +268,6 @@ def _trouble(error: DBAPIError) -> Literal["locked", "lost", "full"] | None:
         return "full"
     if state in _MET:
         return "locked"
+    if _NO_ENTRY.search(str(error.orig)):
+        return "refused"
     return "lost" if error.connection_invalidated or state in _ENDED or _LOST.search(str(error.orig)) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,12 @@ class PlainEngine:
         self.optimizer.step(rate, norm)
         self.heartbeat.take(norms)
         return Outcome(True, value, total)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # there are no others
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they always are
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.optimizer.weights()

@@ -58,7 +58,7 @@ def resolve_directory(base: Base) -> Path:
     if path.is_dir():
         return path
     if base.kind == "gguf" or path.is_absolute() or base.locator.startswith((".", "~")) or base.locator.count("/") > 1:
-        raise ModelError(f"base.source = {base.source!r}: no such directory")
+        raise ModelError(f"base.source = {base.source!r}: no such directory as {path.absolute()}; give the right one")
     from huggingface_hub import snapshot_download
 
     try:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from trainer.processes import import_late
 from trainer.reward.child import Finding, Judge, Payload, resolve
 
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*"
@@ -54,10 +55,18 @@ def make_exact(extract: str) -> Judge:
     return judge
 
 
-def make_reasoning_gym(extract: str) -> Judge:
-    """Return the judge that asks the task's own `score_answer`; scorer data: {"task": name, "entry": row}."""
+def reasoning_gym_tasks() -> dict[str, Any]:
+    """Return reasoning_gym's tasks by name: (dataset class, configuration class)."""
+    import_late("cellpylib")  # two tasks' own, and half of the loading, since it brings matplotlib
     from reasoning_gym.factory import DATASETS
 
+    tasks: dict[str, Any] = DATASETS
+    return tasks
+
+
+def make_reasoning_gym(extract: str) -> Judge:
+    """Return the judge that asks the task's own `score_answer`; scorer data: {"task": name, "entry": row}."""
+    tasks = reasoning_gym_tasks()
     extracted = make_extractor(extract)
     scorers: dict[str, Any] = {}
 
@@ -65,7 +74,7 @@ def make_reasoning_gym(extract: str) -> Judge:
         _, _, scorer, answer = payload
         task = scorer["task"]
         if task not in scorers:
-            dataset_class, config_class = DATASETS[task]
+            dataset_class, config_class = tasks[task]
             scorers[task] = dataset_class(config_class(size=1, seed=0)).score_answer
         found = extracted(answer)
         return graded(scorers[task](found, scorer["entry"])) if found else ("unparsable", 0.0, "no answer found")

@@ -126,7 +126,7 @@ class Nursery:
         """End the nursery and all its workers."""
         self.control.close()
         try:
-            self.process.wait(timeout=2)
+            self.process.wait(timeout=30 if self._ready else 2)  # it may have workers to end; while it starts, it has none
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

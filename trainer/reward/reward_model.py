@@ -71,7 +71,7 @@ def find_model(model: str, revision: str | None, key: str) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"{key}.model", model, "no such directory; give one, or a hub name")
+        raise ConfigError(f"{key}.model", model, f"no such directory as {path.absolute()}; give one, or a hub name")
     from huggingface_hub import snapshot_download
 
     try:

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from trainer.config.schema import CampaignConfig
 from trainer.errors import ConfigError, StalledError
 from trainer.files import write_json
 from trainer.policy.versions import PolicyStore
+from trainer.processes import free_port
 from trainer.rollout.vllm import VllmSampler, introduce
 from trainer.rollout.vllm_http import LOST, Garbled, Refused, Server
 
@@ -35,13 +35,6 @@ ENVIRONMENT = {
 _LOG = "vllm.log"
 _STARTS = 3  # on another port each time
 _SHARE_OF_START = 0.8  # so that this process names what is wrong before its supervisor gives up on it
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def arguments(

@@ -199,7 +199,7 @@ class Supervisor:
         for child in self.children:
             if child.process.poll() is None:
                 child.process.terminate()
-                os.kill(child.process.pid, signal.SIGCONT)  # a stopped process cannot hear
+                child.process.send_signal(signal.SIGCONT)  # a stopped process cannot hear
         end = time.monotonic() + grace_seconds
         for child in self.children:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from trainer.anchors.store import (
     Settings,
     build_anchors,
     choose_prompts,
+    damaged_files,
     manifest_facts,
     open_anchors,
+    rebuild_files,
 )
 from trainer.errors import DataError, ModelError
 from trainer.files import sha256_file, write_manifest
@@ -171,6 +174,27 @@ def test_a_damaged_shard_is_found(tmp_path: Path, harm: str) -> None:
         path.unlink()
     with pytest.raises(DataError, match=r"shard-00001\.safetensors .*python -m tasks anchors"):
         open_anchors(tmp_path / "anchors", ORIGIN)
+
+
+def test_damaged_files_are_made_again_to_the_same_bytes_or_not_at_all(tmp_path: Path) -> None:
+    place, model = tmp_path / "anchors", build_model()
+    build(place, model, shard_bytes=2000)
+    shard, completions = "shard-00001.safetensors", "completions.safetensors"
+    (place / shard).write_bytes(b"no anchors")
+    (place / completions).unlink()
+    assert damaged_files(place) == [completions, shard]
+    assert not rebuild_files(place, [completions, shard], Voice(model)), "what was to be scored is lost"
+    build(tmp_path / "same", model, shard_bytes=2000)
+    shutil.copy(tmp_path / "same" / completions, place / completions)
+    other = build_model()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    assert not rebuild_files(place, [shard], Voice(other)), "another model's numbers"
+    assert damaged_files(place) == [shard]
+    assert rebuild_files(place, [shard], Voice(model))
+    (place / completions).unlink()
+    assert rebuild_files(place, [completions], None)
+    assert damaged_files(place) == []
 
 
 def test_a_directory_that_holds_no_anchors(tmp_path: Path) -> None:

@@ -203,6 +203,30 @@ def test_a_combination_without_sense_says_what_to_set_instead(overrides: list[st
     assert fix in error.problem
 
 
+@pytest.mark.parametrize(
+    ("key", "address", "shown", "fix"),
+    [
+        (
+            "train.pool.url",
+            "postgresql://tithe:s3cret@pool/tithe",
+            "postgresql://tithe:***@pool/tithe",
+            "PGPASSWORD or in ~/.pgpass",
+        ),
+        ("train.pool.url", "mysql://tithe:s3cret@pool/tithe", "mysql://tithe:***@pool/tithe", "PGPASSWORD"),
+        ("train.pool.url", "postgresql://pool/tithe?password=s3cret", "postgresql://pool/tithe?password=***", "PGPASSWORD"),
+        ("reward.http.url", "https://me:s3cret@judge/", "https://me:***@judge/", "token_variable"),
+        ("train.sampler.vllm.urls", "[http://me:s3cret@gpu:8000]", "http://me:***@gpu:8000", "token_variable"),
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(key: str, address: str, shown: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(PARAMS, [f"{key}={address}"])
+    assert caught.value.key.startswith(key)
+    assert caught.value.value == shown
+    assert fix in caught.value.problem
+    assert "s3cret" not in str(caught.value)
+
+
 def test_allowed_but_seldom_meant_choices_are_warned_about() -> None:
     assert load().warnings() == []
     lora = load("train.method=lora", "train.lora.dropout=0.1", "base.source=hf:x", "train.optimizer.learning_rate=1e-7")
@@ -316,7 +340,7 @@ except ConfigError as error:
     print(error)
 print(sorted({"torch", "transformers", "peft", "numpy", "prefect", "mlflow", "dvc", "datasets"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines()[1] == "[]"
     assert "did you mean 'group_size'?" in done.stdout
 
@@ -328,7 +352,7 @@ def test_a_stage_with_a_wrong_configuration_ends_with_code_2(tmp_path: Path) -> 
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: surprise = 1: unknown key")

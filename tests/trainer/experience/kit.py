@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sqlalchemy import update
+
+from trainer.experience.models import GroupRow
 from trainer.experience.pool import Order, Orders, Pool, Terms
 from trainer.types import Completion, Group, Prompt, Sample, Verdict
 
@@ -40,6 +43,11 @@ def group_for(order: Order, version: int = 0, size: int = 2) -> Group:
         parts, statuses = {"exact": float(index)}, {"exact": "ok"}
         samples.append(Sample(prompt, completion, f"text {index}", Verdict("ok", float(index), parts, 0.5, "seen", statuses)))
     return Group(prompt, tuple(samples))
+
+
+def expire(pool: Pool) -> None:
+    """Let all leases have ended a second ago, by the pool's own clock, however long the test has taken so far."""
+    pool.database.write(lambda session: session.execute(update(GroupRow).values(lease_until=pool._now(session) - 1.0)))
 
 
 def fill(pool: Pool, number: int, version: int = 0, **changes: Any) -> list[Order]:

@@ -149,21 +149,22 @@ def test_killed_inside_a_write_back_the_next_start_goes_on_from_the_checkpoint(t
     first.residency.source.shutdown()
     child = os.fork()
     if child == 0:  # one that dies half-way through the second unit that it writes
-        os.sched_yield()
-        engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers")
-        engine.load(saved, {}, facts)
-        real, calls = os.pwritev, []
+        try:
+            engine = make_engine("llama", torch.bfloat16, tmp_path / "tiers")
+            engine.load(saved, {}, facts)
+            real, calls = os.pwritev, []
 
-        def dying(descriptor: int, buffers: Any, offset: int) -> int:
-            calls.append(offset)
-            if len(calls) == 2:
-                real(descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(descriptor, buffers, offset)
+            def dying(descriptor: int, buffers: Any, offset: int) -> int:
+                calls.append(offset)
+                if len(calls) == 2:
+                    real(descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(descriptor, buffers, offset)
 
-        os.pwritev = dying
-        engine.step(make_terms(), 1e-3, 1)
-        os._exit(0)
+            os.pwritev = dying
+            engine.step(make_terms(), 1e-3, 1)
+        finally:  # whatever happens, there is one test runner
+            os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert any((tmp_path / "tiers").glob("*.1")), "half-written files are there"
     again = make_engine("llama", torch.bfloat16, tmp_path / "tiers")

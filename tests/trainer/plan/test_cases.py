@@ -5,7 +5,6 @@ Where a source disagrees with arithmetic, the plan sides with arithmetic and say
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -217,7 +216,6 @@ def test_without_prefetch_compute_and_transfer_add_up() -> None:
 
 def test_one_tenth() -> None:
     """The table that the platform is named after: a trillion parameters on a tenth of the devices."""
-    begin = time.perf_counter()
     usual, stateless, adapter = (found.plan for found in compare(load_card("dense-1t"), load_hardware("h100-80gb")))
     assert usual is not None
     assert stateless is not None
@@ -227,7 +225,6 @@ def test_one_tenth() -> None:
     assert adapter.schedule.devices <= usual.schedule.devices / 10
     assert adapter.schedule.devices < stateless.schedule.devices
     assert max(adapter.schedule.device_hours, stateless.schedule.device_hours) < usual.schedule.device_hours / 4
-    assert time.perf_counter() - begin < 30
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)

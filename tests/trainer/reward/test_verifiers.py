@@ -82,7 +82,7 @@ def test_unknown_task_is_an_error_verdict_not_an_exception() -> None:
 
 
 def test_an_answer_without_end_is_given_up_and_the_others_are_judged() -> None:
-    with verifier(verifier="math", timeout_seconds=1.5) as judge:
+    with verifier(verifier="math", timeout_seconds=3.0) as judge:
         answers = [r"\boxed{47}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{48}", r"\boxed{47}"]
         verdicts = judge.score([(prompt("47"), answer) for answer in answers])
     assert verdicts[1].status in ("timeout", "unparsable")
@@ -110,7 +110,7 @@ def test_a_function_of_the_user(user_module: str, capfd: pytest.CaptureFixture[s
 
 def test_a_function_that_hangs_dies_or_raises_harms_nobody_else(user_module: str) -> None:
     answers = ["fine", "hang", "fine", "die", "raise", "nan", "fine"]
-    with verifier(verifier="python", function=f"{user_module}:misbehaving", timeout_seconds=1.0, timeout_score=-1.0) as judge:
+    with verifier(verifier="python", function=f"{user_module}:misbehaving", timeout_seconds=3.0, timeout_score=-1.0) as judge:
         for _ in range(2):
             verdicts = judge.score([(prompt(""), answer) for answer in answers])
             assert [v.status for v in verdicts] == ["ok", "timeout", "ok", "error", "error", "error", "ok"]
@@ -132,7 +132,7 @@ def test_a_function_that_forks_answers_once_and_leaves_nothing_behind(user_modul
         verdicts = judge.score([(prompt(""), answer) for answer in answers])
         assert [v.status for v in verdicts] == ["ok", "ok", "ok", "timeout", "ok"]
         child = int(note.read_text(encoding="utf-8"))
-        deadline = time.monotonic() + 60  # it was sent SIGKILL; a busy kernel takes its time
+        deadline = time.monotonic() + 120  # it was sent SIGKILL; a busy kernel takes its time
         while is_running(child):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -157,7 +157,7 @@ def test_regex_and_format() -> None:
 
 
 def test_a_pattern_that_backtracks_for_ever_is_killed() -> None:
-    with verifier(verifier="regex", pattern=r"(?:a+)+$", timeout_seconds=1.0) as judge:
+    with verifier(verifier="regex", pattern=r"(?:a+)+$", timeout_seconds=3.0) as judge:
         verdicts = judge.score([(prompt(""), "a" * 60 + "b"), (prompt(""), "aaa")])
     assert [v.status for v in verdicts] == ["timeout", "ok"]
 

@@ -17,6 +17,7 @@ from trainer.policy.forward import completion_logits, scoring
 from trainer.policy.lora import adapter_off
 from trainer.policy.policy import Policy
 from trainer.policy.versions import PolicyStore
+from trainer.processes import free_port
 from trainer.rollout.embedded import EmbeddedSampler
 from trainer.types import Request, SamplingParams
 
@@ -93,7 +94,7 @@ class FakeVllm:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # the other side hung up
 
-        self.server = Silent(("127.0.0.1", port), Handler)
+        self.server = Silent(("127.0.0.1", port or free_port()), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.port = int(self.server.server_address[1])
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

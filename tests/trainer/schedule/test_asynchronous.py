@@ -141,7 +141,7 @@ class Stage:
             schedule.run()
         finally:
             loop.parent_pid = -1
-            thread.join(60)
+            thread.join(300)
             assert not thread.is_alive()
 
     def check_log(self) -> None:
@@ -276,6 +276,27 @@ def test_alarms_are_events_with_value_and_threshold(tmp_path: Path) -> None:
     events = [event for event in read_lines(stage.directory / "events.jsonl") if event["kind"] == "alarm"]
     assert {event["signal"] for event in events} == {"effective_sample_fraction", "lag"}
     assert all(event["threshold"] and event["step"] for event in events)
+
+
+def test_looking_for_samples_that_are_not_there_is_no_wait_for_the_pool(tmp_path: Path) -> None:
+    stage, begin_at, looks = Stage(tmp_path), tmp_path / "begin", []
+    schedule = stage.schedule()
+    num_ready, spent = schedule.pool.num_ready, schedule.pool.database._spent
+
+    def slow(index: int) -> int:
+        looks.append(index)
+        if len(looks) > 3:
+            begin_at.touch()
+            return num_ready(index)
+        spent[threading.get_ident()] = spent.get(threading.get_ident(), 0.0) + 1000.0
+        return 0
+
+    schedule.pool.num_ready = slow  # type: ignore[method-assign]
+    stage.run(schedule, begin_at=begin_at)
+    fractions = [line["metrics"]["pool/wait_fraction"] for line in read_lines(stage.directory / "metrics.jsonl")]
+    assert len(fractions) == STEPS
+    assert all(0 <= fraction <= 1 for fraction in fractions), fractions
+    assert max(fractions) > 0
 
 
 def test_an_alarm_is_told_once_for_each_time_that_it_strikes(tmp_path: Path) -> None:

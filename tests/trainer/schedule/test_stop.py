@@ -47,5 +47,5 @@ def test_off_the_main_thread_there_is_no_wish() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert wishes == [False]
