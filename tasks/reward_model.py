@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.registry import StagePaths
-from tasks.sources import find, place_of
+from tasks.sources import find
 from trainer.config import CampaignConfig
 from trainer.config.schema import RewardTraining
 from trainer.errors import ConfigError, DataError
-from trainer.files import write_json
+from trainer.files import place_of, write_json
 from trainer.metrics import RunWriter
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from typing import Any, BinaryIO
 from trainer.config import CampaignConfig
 from trainer.config.schema import PromptSource
 from trainer.errors import NOBODYS_FAULT, ConfigError, DataError, first_line, nearest
-from trainer.files import MANIFEST
+from trainer.files import MANIFEST, place_of
 from trainer.reward.judges import reasoning_gym_tasks
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja")
 _HF_OPTIONS = ("config", "split", "revision")
 _RESERVED = {"seed": "it follows from campaign.seed", "size": "it is num_rows"}
@@ -59,11 +58,6 @@ def read_rows(source: PromptSource, key: str, seed: int) -> Iterator[Row | BadRo
         yield row
         if count == source.num_rows:
             return
-
-
-def place_of(locator: str) -> Path:
-    """Return the absolute path that a path of the configuration means."""
-    return REPOSITORY / Path(locator).expanduser()
 
 
 def find(locator: str) -> Path | None:

@@ -20,6 +20,12 @@ from typing import Any
 from trainer.errors import ResourceError
 
 MANIFEST = "manifest.json"
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def place_of(locator: str) -> Path:
+    """Return the absolute path that a path of the configuration means: a relative one begins at the repository's root."""
+    return REPOSITORY / Path(locator).expanduser()
 
 
 def canonical_json(value: Any) -> str:

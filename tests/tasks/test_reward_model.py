@@ -82,7 +82,7 @@ def test_without_its_section_it_says_so(campaign: Build, stage_paths: Callable[.
 
 
 def test_files_that_decide_verdicts_are_known(campaign: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.sources.REPOSITORY", tmp_path)
+    monkeypatch.setattr("trainer.files.REPOSITORY", tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "judge.py").write_text("def f(*a): return 1.0\n")
     (tmp_path / "model").mkdir()

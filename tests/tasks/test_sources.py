@@ -78,7 +78,7 @@ def test_a_relative_path_begins_at_the_repository_wherever_one_works(tmp_path: P
         place.mkdir()
         (place / "a.jsonl").write_text(f'\ufeff{{"question": "1", "answer": "{answer}"}}\n\n')
     monkeypatch.chdir(elsewhere)
-    monkeypatch.setattr("tasks.sources.REPOSITORY", repository)
+    monkeypatch.setattr("trainer.files.REPOSITORY", repository)
     assert fields("jsonl:a.jsonl") == [{"question": "1", "answer": "1"}]
     assert local_files(PromptSource(source="jsonl:a.jsonl")) == [repository / "a.jsonl"]
     (repository / "a.jsonl").unlink()

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, model_validator
 from trainer.config.load import lay_over, read_yaml, validate_as
 from trainer.config.schema import Section, refuse
 from trainer.errors import ConfigError, nearest
+from trainer.files import place_of
 from trainer.plan.card import ModelCard
 from trainer.plan.hardware import Hardware, load_hardware
 
@@ -440,8 +441,8 @@ def base_model(config: CampaignConfig) -> str | dict[str, Any]:
             "vocab_size": len(scratch.alphabet) + 3,
             "tie_word_embeddings": False,
         }
-    if base.kind == "hf" and Path(base.locator).is_dir():
-        return base.locator
+    if base.kind == "hf" and (place := place_of(base.locator)).is_dir():
+        return str(place)
     short = base.locator.rpartition(":")[2].rpartition("/")[2].lower()
     short = short.removesuffix("-instruct").replace("_", "-").removeprefix("llm-")
     for name in known_models():

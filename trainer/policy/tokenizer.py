@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from trainer.config.schema import Base
 from trainer.errors import NOBODYS_FAULT, ModelError, first_line
-from trainer.files import canonical_json, sha256_text
+from trainer.files import canonical_json, place_of, sha256_text
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 _PROBE = "The 12 quick foxes + 34 lazy dogs = 46, or not?\n\tx = {1: 'é'}"
@@ -54,11 +54,11 @@ def resolve_directory(base: Base) -> Path:
     """Return the local directory of an `hf:` or `gguf:` base; a hub name is fetched, or found in the hub's local cache."""
     if base.locator.startswith("package:"):
         return package_directory(base.locator.removeprefix("package:"))
-    path = Path(base.locator).expanduser()
+    path = place_of(base.locator)
     if path.is_dir():
         return path
-    if base.kind == "gguf" or path.is_absolute() or base.locator.startswith((".", "~")) or base.locator.count("/") > 1:
-        raise ModelError(f"base.source = {base.source!r}: no such directory as {path.absolute()}; give the right one")
+    if base.kind == "gguf" or base.locator.startswith("/") or base.locator.startswith((".", "~")) or base.locator.count("/") > 1:
+        raise ModelError(f"base.source = {base.source!r}: no such directory as {path}; give the right one")
     from huggingface_hub import snapshot_download
 
     try:

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trainer.config.schema import Judge, LearnedReward
 from trainer.errors import NOBODYS_FAULT, ConfigError, ModelError, first_line
+from trainer.files import place_of
 from trainer.policy.load import pick_device
 from trainer.types import Prompt, Verdict
 
@@ -67,11 +68,11 @@ def count_parameters(model: nn.Module) -> int:
 
 def find_model(model: str, revision: str | None, key: str) -> Path:
     """Return the local directory of a reward model; a hub name is fetched, or found in the hub's local cache."""
-    path = Path(model).expanduser()
+    path = place_of(model)
     if path.is_dir():
         return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"{key}.model", model, f"no such directory as {path.absolute()}; give one, or a hub name")
+    if model.startswith("/") or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"{key}.model", model, f"no such directory as {path}; give one, or a hub name")
     from huggingface_hub import snapshot_download
 
     try:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config import load_config
 from trainer.config.schema import Base, ScratchModel
 from trainer.errors import ModelError
+from trainer.plan.request import base_model
 from trainer.policy.tokenizer import (
     build_tokenizer,
     character_tokenizer,
@@ -16,6 +18,8 @@ from trainer.policy.tokenizer import (
     resolve_directory,
     tokenizer_hash,
 )
+
+PARAMS = Path(__file__).resolve().parents[3] / "params.yaml"
 
 
 def test_every_character_is_one_token_and_comes_back() -> None:
@@ -76,3 +80,15 @@ def test_a_missing_directory_is_named_without_asking_a_hub(source: str) -> None:
 def test_a_hub_name_without_network_says_what_to_do() -> None:
     with pytest.raises(ModelError, match=r"neither a local directory nor to be had from the hub.*set HF_HOME"):
         resolve_directory(Base(source="hf:nobody/no-such-model"))
+
+
+def test_a_relative_directory_begins_at_the_repository_wherever_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, elsewhere = tmp_path / "repository", tmp_path / "elsewhere"
+    for place in (repository, elsewhere):
+        (place / "models").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr("trainer.files.REPOSITORY", repository)
+    assert resolve_directory(Base(source="hf:models")) == repository / "models"
+    assert base_model(load_config(PARAMS, ["base.source=hf:models"])) == str(repository / "models")
