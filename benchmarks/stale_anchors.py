@@ -99,8 +99,7 @@ def make_base(directory: Path, steps: int, seed: int = 0) -> None:
         number = f"{chance.randrange(100):02d}"
         examples.append(Prompt("", "main", "train", f"{number}=", encode(tokenizer, f"{number}="), answer(number, chance)))
     size = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
-    taught = {"batch_size": 128, "learning_rate": 5e-3, "warmup_steps": 50, "decay_steps": steps // 3}
-    scratch = ScratchModel(alphabet=ALPHABET, steps=steps, **taught, **size)
+    scratch = ScratchModel(alphabet=ALPHABET, steps=steps, learning_rate=5e-3, decay_steps=steps // 3, **size)
     save_model(train_scratch(scratch, tokenizer, examples, seed, lambda step, metrics: None), tokenizer, directory)
 
 

@@ -340,7 +340,7 @@ def test_row_10_a_smaller_mismatch_is_an_alarm(train: Train, tmp_path: Path, mon
 
 # -- guards of the anchors --------------------------------------------------------------------------------------------
 
-AGEING = {"anchors": {"refresh_every": 3, "max_drift": 0.0, "audit_every": 2, "audit_relative": 9.0, "audit_samples": 8}}
+AGEING = {"anchors": {"refresh_every": 3, "max_drift": 0.0, "audit_every": 2, "audit_absolute": 9.0, "audit_samples": 8}}
 
 
 def column(run: Path, name: str) -> dict[int, float]:

@@ -194,11 +194,11 @@ class ScratchModel(Section):
     """Width of the feed-forward part."""
     steps: Count = 600
     """Optimizer steps of the supervised training that makes it."""
-    batch_size: Count = 48
+    batch_size: Count = 128
     """Prompts a step; each is shown with its answer, and with the mistake if one is taught."""
     learning_rate: Positive = 2e-3
     """Peak learning rate of that training."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    warmup_steps: Annotated[int, Field(ge=0)] = 50
     """Steps over which it rises."""
     decay_steps: Annotated[int, Field(ge=0)] = 200
     """The learning rate falls linearly to zero over the last so many steps."""
