@@ -46,6 +46,7 @@ def settings() -> dict[str, str]:
         "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(int(READY_SECONDS)),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # `tithe` speaks for itself; the logs are in the server
+        "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # a server that goes away is one line of ours, not a dozen of its threads
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     }

@@ -22,6 +22,7 @@ from flows.server import PrivateServer, ServerError, find_server, private_server
 from flows.session import Session, Stop, open_session, run_plainly
 from flows.summary import comparison, mlflow_link, report_page
 from flows.trials import Asked, Runner, resolve_sweep, rows_of
+from flows.workspaces import resolve_config
 from tasks.locks import Owner
 from tasks.record import truth
 from tasks.registry import get_stage
@@ -214,11 +215,13 @@ def next_commands(workspace: Workspace) -> list[str]:
     """Return what a person may type next, so that it works in their shell as it is: the programs need not be on its PATH."""
     tithe, dvc = program("tithe"), program("dvc")
     folder = "" if workspace.root == Path.cwd() else f"--cd {shlex.quote(_near(workspace.root))} "
-    commands = {
-        f"{tithe} up": "browse this run in Prefect and MLflow",
-        f"{tithe} run -S train.optimizer.learning_rate=3e-4 -S campaign.name=faster": "another campaign beside this one",
-        f"{dvc} {folder}repro": "nothing to do now; after a change, only what depends on it",
-    }
+    commands = {} if mlflow_link(workspace) else {f"{tithe} up": "browse this run in Prefect and MLflow"}
+    if workspace.config.campaign.name == resolve_config(None).campaign.name:
+        other = f"{tithe} run -S train.optimizer.learning_rate=3e-4 -S campaign.name=faster"
+        commands[other] = "another campaign beside this one"
+    else:
+        commands[f"{tithe} doctor {shlex.quote(_near(workspace.run))}"] = "healthy, or what ails it and which key to turn"
+    commands[f"{dvc} {folder}repro"] = "nothing to do now; after a change, only what depends on it"
     width = max(map(len, commands))
     return [f"{'' if n else 'next:':5} {text:<{width}}  # {why}" for n, (text, why) in enumerate(commands.items())]
 

@@ -192,6 +192,14 @@ def test_the_next_commands_work_in_a_shell_without_the_environment(tmp_path: Pat
     assert other.run_id != workspace.run_id  # it trains something else, and not the same under another name
 
 
+def test_after_another_campaign_the_next_commands_are_its_own(tmp_path: Path) -> None:
+    workspace = resolve_workspace(resolve_config(None, ["campaign.name=mine"]), root=tmp_path / "mine")
+    lines = next_commands(workspace)
+    assert len(lines) == 3
+    assert f"doctor {workspace.run}" in lines[1]
+    assert not any("learning_rate" in line for line in lines)
+
+
 def test_a_port_that_is_none_is_a_usage_error() -> None:
     done = tithe("up", "--prefect-port", "99999")
     assert done.returncode == 2

@@ -291,8 +291,11 @@ def test_a_small_number_is_a_number(tmp_path: Path, text: str) -> None:
 
 
 def test_every_shipped_recipe_is_valid() -> None:
-    for recipe in sorted((REPOSITORY / "recipes").glob("*.yaml")):
-        load_config(recipe, params=PARAMS)
+    command = ["git", "ls-files", ":(glob)recipes/*.yaml"]  # one that a person has just begun is theirs
+    recipes = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    assert len(recipes) >= 6
+    for recipe in recipes:
+        load_config(REPOSITORY / recipe, params=PARAMS)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
