@@ -28,7 +28,7 @@ from tasks.record import truth
 from tasks.registry import get_stage
 from tasks.sweep import Sweep
 from tasks.workspace import Workspace
-from trainer.errors import StopRequested
+from trainer.errors import StopRequested, TitheError
 from trainer.files import read_json, read_manifest
 from trainer.metrics import HEARTBEAT
 from trainer.processes import importing
@@ -216,7 +216,7 @@ def next_commands(workspace: Workspace) -> list[str]:
     tithe, dvc = program("tithe"), program("dvc")
     folder = "" if workspace.root == Path.cwd() else f"--cd {shlex.quote(_near(workspace.root))} "
     commands = {} if mlflow_link(workspace) else {f"{tithe} up": "browse this run in Prefect and MLflow"}
-    if workspace.config.campaign.name == resolve_config(None).campaign.name:
+    if is_of_the_default(workspace):
         other = f"{tithe} run -S train.optimizer.learning_rate=3e-4 -S campaign.name=faster"
         commands[other] = "another campaign beside this one"
     else:
@@ -224,6 +224,14 @@ def next_commands(workspace: Workspace) -> list[str]:
     commands[f"{dvc} {folder}repro"] = "nothing to do now; after a change, only what depends on it"
     width = max(map(len, commands))
     return [f"{'' if n else 'next:':5} {text:<{width}}  # {why}" for n, (text, why) in enumerate(commands.items())]
+
+
+def is_of_the_default(workspace: Workspace) -> bool:
+    """Whether a campaign is called as the default one; not where params.yaml was edited meanwhile and is wrong now."""
+    try:
+        return workspace.config.campaign.name == resolve_config(None).campaign.name
+    except TitheError:
+        return False
 
 
 def program(name: str) -> str:

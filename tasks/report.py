@@ -29,10 +29,9 @@ from tasks.plan import beside
 from tasks.registry import StagePaths
 from trainer.config import CampaignConfig, as_tree, load_config
 from trainer.errors import ConfigError
-from trainer.files import read_json, read_manifest, write_text
+from trainer.files import REPOSITORY, read_json, read_manifest, write_text
 from trainer.metrics import EVENTS, METRICS, read_lines
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = "report.html.j2"
 PAGE = "report.html"
 MAX_EVENTS = 300

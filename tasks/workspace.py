@@ -21,9 +21,17 @@ from urllib.parse import urlsplit, urlunsplit
 from tasks.registry import STAGES, Stage, StagePaths
 from trainer.config import CampaignConfig, as_tree, validate
 from trainer.errors import BusyError, ConfigError, DataError, first_line, without_password
-from trainer.files import MANIFEST, canonical_json, damage, read_json, read_manifest, sha256_file, sha256_text, write_json
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from trainer.files import (
+    MANIFEST,
+    REPOSITORY,
+    canonical_json,
+    damage,
+    read_json,
+    read_manifest,
+    sha256_file,
+    sha256_text,
+    write_json,
+)
 
 
 def state_directory() -> Path:

@@ -200,6 +200,15 @@ def test_after_another_campaign_the_next_commands_are_its_own(tmp_path: Path) ->
     assert not any("learning_rate" in line for line in lines)
 
 
+def test_the_next_commands_do_not_need_a_right_params_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A campaign that has ended well is not failed by what somebody writes into params.yaml meanwhile."""
+    workspace = resolve_workspace(resolve_config(None), root=tmp_path / "place")
+    edited = tmp_path / "params.yaml"
+    edited.write_text("campaign: [\n")
+    monkeypatch.setattr("flows.start.resolve_config", lambda recipe: resolve_config(recipe, params=edited))
+    assert len(next_commands(workspace)) == 3
+
+
 def test_a_port_that_is_none_is_a_usage_error() -> None:
     done = tithe("up", "--prefect-port", "99999")
     assert done.returncode == 2

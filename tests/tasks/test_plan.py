@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tasks.plan import (
     record_measurement,
 )
 from tasks.workspace import REPOSITORY, Workspace
+from tests.recipes import RECIPES
 from trainer.config import load_config
 from trainer.errors import ConfigError, DataError, ModelError, ResourceError
 from trainer.files import read_json, write_json
@@ -152,8 +152,6 @@ def test_servers_of_the_recipe_are_mapped() -> None:
 # -- the gate -----------------------------------------------------------------------------------------------------------------
 
 
-_LISTED = subprocess.run(["git", "ls-files", ":(glob)recipes/*.yaml"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-RECIPES = [REPOSITORY / line for line in _LISTED.stdout.split()]
 HUGE = {"stateless-1t", "lora-async-1t"}
 
 
