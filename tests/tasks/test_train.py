@@ -37,6 +37,7 @@ from trainer.rollout.embedded import EmbeddedSampler
 from trainer.schedule.sync import SyncSchedule
 
 REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.smoke  # a real stage in every test
 CAMPAIGN: dict[str, Any] = {
     "campaign": {"name": "small"},
     "prepare": {
